@@ -70,6 +70,7 @@ class World(Place):
             has set none.
         device: device of this rank.
         backend: backend of torch.distributed.
+        device_number: number of the device among those of the run; None if it is `local_rank`.
     """
 
     generation: int = 0
@@ -77,6 +78,7 @@ class World(Place):
     secret: bytes = field(default=b"", repr=False)
     device: torch.device = _CPU
     backend: str = "gloo"
+    device_number: int | None = None
 
     @property
     def silent(self) -> bool:

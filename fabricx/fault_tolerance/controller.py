@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,8 @@ class ElasticPolicy:
         waits: seconds for which the survivors wait for a replacement. Then they continue, at once with 0, and the
             replacement joins them later.
         least: minimum number of workers to continue with.
-        tries: maximum number of consecutive failed generations and replacements without a further step in between.
+        tries: maximum number of consecutive failed generations without a further step in between, and of consecutive
+            workers that end before they have joined (at least 1, so that the number of workers can be changed).
         outlived: in-memory checkpoints outlive the workers, so that no worker has to survive.
         fixed: the number of workers can't change: the survivors wait for replacements.
     """
@@ -57,6 +59,7 @@ class ElasticController:
         self._arrived: set[int] = set()  # workers that train in this generation
         self._ended: set[int] = set()  # workers that have finished training
         self._fixed = ""  # why the workers can't change; "" if they can
+        self._devices = {worker: worker for worker in range(size)}  # device number of each worker
         self._coming: set[int] = set()  # replacements that are starting
         self._replacements: dict[int, tuple[int, ...]] = {}  # as in Generation
         self._lost: list[tuple[int, tuple[int, ...]]] = []  # as Generation.departed
@@ -67,7 +70,8 @@ class ElasticController:
         self._over = -1  # newest generation of which the members were informed that it is over
         self._departed: tuple[int, ...] = ()  # workers that the present generation does not need any more
         self._outbox: list[tuple[tuple[int, ...], str, Any]] = []
-        self._step, self._tries = -1, 0  # tries: failed generations and replacements without a further step
+        self._step, self._tries = -1, 0  # tries: failed generations without a further step
+        self._failed_starts = 0  # workers that ended before they had joined, since a member died or a worker joined
         self._repeats = False  # workers repeat a step, and none has reported a further step
         self._cuts: list[str] = []  # records of lost links since all members trained, which a failure may explain
 
@@ -100,6 +104,8 @@ class ElasticController:
         elif kind == WorkerMessage.READY:
             self._coming.discard(worker)
             self._ready.append(worker)
+            if self._ended:  # no further generation begins
+                self._dismiss([worker])
         elif kind == WorkerMessage.LINKS_CUT:
             if self._begin_again(worker, content, "lost its links"):
                 self._cuts.append(self._failures[-1])
@@ -154,7 +160,7 @@ class ElasticController:
             whether the other workers can continue.
         """
         if self._died_early(worker):
-            return not self._stuck
+            return not self.stuck
         if worker not in self._seats:
             return True
         survivors = tuple(other for other in self.workers if other != worker)
@@ -170,6 +176,7 @@ class ElasticController:
         if not able or not self._inside.issuperset(survivors) or self.exhausted:
             return False
         self._failures.append(f"rank {self._seats.index(worker)} failed: {why}")
+        self._failed_starts = 0
         self._inside.discard(worker)
         self._dead.add(worker)
         self._break()
@@ -185,7 +192,7 @@ class ElasticController:
         Returns:
             whether the worker had not joined yet; otherwise nothing is recorded.
         """
-        if not self._died_early(worker) or self._stuck:
+        if not self._died_early(worker) or self.stuck:
             return False
         print(f"a worker could not join:\n{why}", file=sys.stderr)
         return True
@@ -196,16 +203,17 @@ class ElasticController:
         return self._elastic.fixed or bool(self._fixed)
 
     @property
-    def _stuck(self) -> bool:
-        """Return whether the survivors can't continue without a replacement, and no replacement will start."""
-        return self._keeps_size and self._broken and not self._coming and self.wanted() is None
+    def _enough(self) -> bool:
+        """Return whether as many workers as a generation needs can begin it."""
+        needed = self._size if self._keeps_size else max(1, self._elastic.least)
+        return len(self.workers) + len(self._ready) >= needed
 
     def _died_early(self, worker: int) -> bool:
         early = worker in self._coming or worker in self._ready
         self._coming.discard(worker)
         if worker in self._ready:
             self._ready.remove(worker)
-        self._tries += early
+        self._failed_starts += early
         return early
 
     def _break(self) -> None:
@@ -243,7 +251,7 @@ class ElasticController:
             )
         if self._ended:
             return "the number of workers can't be changed any more: the run ends"
-        self._size = workers
+        self._size, self._failed_starts = workers, 0
         return f"{workers} worker{'s' if workers != 1 else ''} from now on"
 
     # -- decisions ----------------------------------------------------------------------------------------------
@@ -277,6 +285,14 @@ class ElasticController:
         return self._tries >= self._elastic.tries
 
     @property
+    def stuck(self) -> str:
+        """Return why the run can't continue after a death that the other workers have survived; "" if it can."""
+        if self._ended:
+            return "" if self._dead.isdisjoint(self._seats[:1]) else "the training has ended, and its results are lost"
+        waits = self._broken and not self._enough and not self._coming and self.wanted() is None
+        return "too few workers are left, and no replacement can start" if waits else ""
+
+    @property
     def intact(self) -> bool:
         """Return whether no member of the present generation has died or lost its connections."""
         return not self._broken and not self._dead
@@ -284,18 +300,24 @@ class ElasticController:
     def wanted(self) -> int | None:
         """Return the rank for which a worker is to be started; None if no worker is needed."""
         coming = len(self._coming) + len(self._ready)
-        if self._ended or self.exhausted or coming >= self._size - len(self.workers):
+        failing = self._failed_starts >= max(1, self._elastic.tries)
+        if self._ended or failing or coming >= self._size - len(self.workers):
             return None
         empty = [rank for rank, worker in enumerate(self._seats) if worker in self._dead]
         return empty[coming] if coming < len(empty) else len(self.workers) + coming
 
-    def started(self, worker: int) -> None:
-        """Record the start of a worker.
+    def started(self, worker: int) -> int:
+        """Record the start of a worker; returns the number of its device, which no other worker uses.
+
+        A rank changes when workers leave, and the device does not.
 
         Args:
             worker: number of the worker.
         """
+        used = {self._devices[other] for other in (*self.workers, *self._coming, *self._ready)}
+        self._devices[worker] = next(number for number in itertools.count() if number not in used)
         self._coming.add(worker)
+        return self._devices[worker]
 
     def due(self) -> float:
         """Return the seconds until `messages` has to be called again without an event; at most 1."""
@@ -307,9 +329,7 @@ class ElasticController:
         if self._ended:
             pass
         elif self._broken:
-            needed = self._size if self._keeps_size else max(1, self._elastic.least)
-            enough = len(self.workers) + len(self._ready) >= needed
-            if complete or (enough and self._clock() - self._since >= self._patience()):
+            if complete or (self._enough and self._clock() - self._since >= self._patience()):
                 self._begin_generation()
         elif self._arrived.issuperset(self.workers):
             more = max(0, self._size - len(self.workers))
@@ -337,6 +357,7 @@ class ElasticController:
     def _begin_generation(self, leaving: tuple[int, ...] = ()) -> None:
         """Begin the next generation; waiting workers replace dead members first, and then become additional members."""
         seats, replacements, departed = [], {}, []
+        self._failed_starts = 0 if self._ready else self._failed_starts
         self._number += 1
         self._tries += self._broken
         for worker in self._seats:

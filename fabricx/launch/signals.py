@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -39,6 +40,12 @@ def stop_now(number: int) -> NoReturn:
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(TERMINATED)
+
+
+def announce_stop() -> None:
+    """Print that the run stops; called by a handler after the request, since the output may have no reader any more."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # RuntimeError: the signal has interrupted a print
+        print("\nstopping at the next step; press Ctrl-C again to stop immediately", file=sys.stderr, flush=True)
 
 
 def call_own(handler: Any, number: int, frame: FrameType | None) -> None:

@@ -36,7 +36,7 @@ from fabricx.launch.module_files import module_files
 from fabricx.launch.pickling import check_picklable
 from fabricx.launch.process_settings import ProcessSettings
 from fabricx.launch.resize import Requests
-from fabricx.launch.signals import handled, stop_now
+from fabricx.launch.signals import announce_stop, handled, stop_now
 from fabricx.launch.worker import ASKED, ENDS, Failure, WorkerSpec, failure_of
 from fabricx.launch.worker import main as worker_main
 from fabricx.scratch import (
@@ -142,7 +142,7 @@ class _Workers:
         self._results: dict[int, str] = {}  # path of each worker's result
         self._ended: list[int] = []  # workers whose CANNOT_RECOVER the controller has not received yet
         self._failures: list[Failure] = []
-        self._diagnoses: dict[int, Diagnosis] = {}  # answers of workers to the last request
+        self._diagnoses: dict[int, Diagnosis | None] = {}  # answers of workers to the last request
         self._deaths: dict[int, Failure] = {}  # deaths that the other workers survived
         self._controls: dict[int, Connection] = {}
         self._processes: dict[int, BaseProcess] = {}
@@ -329,14 +329,19 @@ class _Workers:
 
     def _change_members(self) -> None:
         """Start replacements and newcomers, and send the controller's messages about the group to the workers."""
-        if self._controller is None or self._complete():
+        if self._controller is None:
+            return
+        if (stuck := self._controller.stuck) and not self._failures:
+            self._failures.append(Failure(min(self._controller.missing), time.monotonic(), "death", stuck, None))
+        if self._complete():
             return
         if self._requests is not None and (workers := self._requests.take()) is not None:
             print(self._controller.resize(workers), file=sys.stderr, flush=True)
         while (seat := self._controller.wanted()) is not None:
-            spec = replace(self._specs[0], rank=len(self._specs), seat=seat, newcomer=True)
+            number = len(self._specs)
+            device = self._controller.started(number)
+            spec = replace(self._specs[0], rank=number, seat=seat, device_number=device, newcomer=True)
             self._specs.append(spec)
-            self._controller.started(spec.rank)
             self._start(spec)
         for ranks, kind, content in self._controller.messages():
             for rank in ranks:
@@ -482,8 +487,8 @@ class _Workers:
                     process.kill()
                 raise KeyboardInterrupt
             self._stopping = True
-            print("\nstopping at the next step; press Ctrl-C again to stop immediately", file=sys.stderr, flush=True)
             self._store.set(STOP_KEY, b"interrupted" if number == signal.SIGINT else b"terminated")
+            announce_stop()
 
         return handled(stop)
 

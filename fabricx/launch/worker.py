@@ -61,6 +61,7 @@ class WorkerSpec:
         generation: number of restarts, for a server.
         newcomer: the worker joins a running group.
         seat: planned rank of a newcomer.
+        device_number: number of a newcomer's device, among those of the run.
         settings: settings of the supervisor's process; None to keep those of the new process.
         elastic: workers may join and leave.
         serve: function of a server; None for workers.
@@ -76,6 +77,7 @@ class WorkerSpec:
     generation: int = 0
     newcomer: bool = False
     seat: int = 0
+    device_number: int = 0
     settings: ProcessSettings | None = None
     module_files: Mapping[str, str] = field(default_factory=dict, repr=False)
     elastic: bool = False
@@ -220,6 +222,7 @@ def _run(spec: WorkerSpec) -> Any:
         store=PrivateStore(spec.store, spec.key),
         secret=spec.key,
         newcomer=spec.newcomer,
+        device_number=spec.device_number if spec.newcomer else None,
     )
     if spec.serve is not None:
         return spec.serve(world, spec.rank - spec.size, spec.folder)
@@ -260,7 +263,10 @@ def _receive_messages(control: Connection, pipe: _SupervisorPipe, folder: str) -
             if control.poll(SHUT_S if busy else None):
                 kind, content = control.recv()
                 if kind == ASKED:
-                    pipe.send(ASKED, heartbeat.diagnosis())
+                    answer = None
+                    with contextlib.suppress(Exception):  # another thread may change what it reads
+                        answer = heartbeat.diagnosis()
+                    pipe.send(ASKED, answer)
                 else:
                     membership.on_message(kind, content)
             busy = membership.shut_broken()
@@ -283,6 +289,7 @@ def exit_now(code: int) -> None:
 
     for child in multiprocessing.active_children():
         child.kill()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # its disk is full, or its reader has ended
+            stream.flush()
     os._exit(code)

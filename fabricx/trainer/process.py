@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +16,7 @@ import torch
 
 from fabricx.distributed.world import World
 from fabricx.errors import CheckpointError, MissingCheckpoint
-from fabricx.launch.signals import call_own, stop_now
+from fabricx.launch.signals import announce_stop, call_own, stop_now
 
 if TYPE_CHECKING:
     from fabricx.core.options.trainer_options import TrainerOptions
@@ -47,7 +46,8 @@ def enter(options: TrainerOptions, world: World) -> World:
         the world, with device and backend.
     """
     ids = options.device_ids
-    number = ids[world.local_rank] if world.local_rank < len(ids) else world.local_rank
+    place = world.local_rank if world.device_number is None else world.device_number
+    number = ids[place] if place < len(ids) else place
     device = device_of(number, options.accelerator)
     world = replace(world, device=device, backend="nccl" if device.type == "cuda" else "gloo")
     if device.type == "cuda":
@@ -137,8 +137,8 @@ def interruptible(
         call_own(before[signal.Signals(number)], number, frame)
         if stage != "fit":
             stop_now(number)
-        print("\nstopping at the next step; press Ctrl-C again to stop immediately", file=sys.stderr, flush=True)
         request_stop("interrupted" if number == signal.SIGINT else "terminated")
+        announce_stop()
 
     for number in signals:
         signal.signal(number, stop)

@@ -157,6 +157,18 @@ def test_a_worker_that_joins_after_training_is_dismissed() -> None:
     assert run.changes.wanted() is None
 
 
+def test_a_worker_that_is_ready_after_training_is_dismissed() -> None:
+    changes = ElasticController(ElasticPolicy(), 2, [])
+    for worker in (0, 1):
+        changes.receive(worker, WorkerMessage.CAN_RECOVER, None)
+    changes.resize(3)
+    changes.started(2)
+    changes.receive(0, WorkerMessage.CANNOT_RECOVER, None)
+    changes.receive(2, WorkerMessage.READY, None)
+    assert list(changes.messages()) == [((2,), "leave", None)]
+    assert changes.died(2, "left")
+
+
 def test_workers_that_wait_in_a_generation_are_informed_when_a_worker_leaves_it_for_a_join() -> None:
     changes = ElasticController(ElasticPolicy(), 2, [])
     for worker in (0, 1):
@@ -212,8 +224,12 @@ def test_workers_with_own_data_wait_for_a_replacement_without_a_limit() -> None:
     [(workers, kind, generation)] = list(changes.messages())
     assert (workers, kind, generation.workers) == ((0, 2), "generation", (0, 2))
     assert changes.died(2, "killed")
-    changes.started(3)
-    assert not changes.died(3, "killed")  # no further replacement will start: all workers restart
+    for worker in (3, 4):
+        assert changes.wanted() == 1
+        changes.started(worker)
+        assert changes.died(worker, "killed") is (worker == 3)
+    assert changes.wanted() is None  # no further replacement will start: all workers restart
+    assert not changes.exhausted
 
 
 def test_a_superfluous_worker_is_informed() -> None:
@@ -392,3 +408,56 @@ def test_a_fixed_number_of_workers_waits_for_replacements_and_is_not_resized() -
     assert run.changes.could_not_join(2, "an error")  # the first replacement
     run.supervise()
     assert not run.changes.could_not_join(3, "an error")  # the last: the run ends with an error, in place of a hang
+
+
+@pytest.mark.parametrize(("least", "dying"), [(1, (0, 1)), (2, (1,))])
+def test_a_run_ends_if_too_few_workers_are_left_and_no_replacement_starts(least: int, dying: tuple[int, ...]) -> None:
+    run = Workers(ElasticPolicy(waits=1.0, least=least, tries=1, outlived=True), 2)
+    for worker in dying:
+        run.end(worker)
+    run.supervise()
+    started = sorted(run.starting)
+    assert [run.changes.died(worker, "killed") for worker in started][-1:] == [False]
+    assert not run.generations
+
+
+def test_workers_that_do_not_start_while_others_train_end_no_run() -> None:
+    run = Workers(ElasticPolicy(tries=2), 3)
+    run.end(2)
+    run.supervise()
+    for worker in (0, 1):
+        run.act(worker)
+    for worker in (3, 4):
+        assert run.starting == {worker}
+        assert run.changes.could_not_join(worker, "an error")
+        run.starting.clear()
+        run.supervise()
+    assert run.changes.wanted() is None
+    assert not run.changes.exhausted
+    assert run.changes.died(1, "killed")  # and a replacement starts again
+    assert run.changes.wanted() is not None
+
+
+def test_the_number_of_workers_can_change_without_restarts() -> None:
+    run = Workers(ElasticPolicy(tries=0), 2)
+    run.changes.resize(3)
+    run.supervise()
+    run.act(2)
+    run.supervise()
+    assert [generation.workers for generation in run.generations] == [(0, 1, 2)]
+    assert not run.changes.died(1, "killed")
+
+
+def test_a_new_worker_has_a_device_that_no_other_worker_uses() -> None:
+    changes = ElasticController(ElasticPolicy(), 3, [])
+    for worker in range(3):
+        changes.receive(worker, WorkerMessage.CAN_RECOVER, None)
+    assert changes.died(1, "killed")
+    assert (changes.wanted(), changes.started(3)) == (1, 1)
+    assert named(changes).workers == (0, 2)
+    changes.receive(3, WorkerMessage.READY, None)
+    for worker in (0, 2):
+        changes.receive(worker, WorkerMessage.STEP, (1, 7))
+    assert named(changes).workers == (0, 2, 3)
+    assert changes.died(2, "killed")
+    assert (changes.wanted(), changes.started(4)) == (1, 2)  # rank 1 was on device 2, and rank 2 is on device 1

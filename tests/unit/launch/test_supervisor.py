@@ -103,6 +103,41 @@ def test_deaths_are_handled_after_earlier_messages_of_other_ranks(begun: int, as
             end.close()
 
 
+def elastic_workers(size: int, policy: ElasticPolicy, dying: tuple[int, ...]) -> Any:
+    """Return the supervisor of workers of which some have died."""
+    workers: Any = object.__new__(_Workers)
+    workers._controller = ElasticController(policy, size, [])
+    for worker in range(size):
+        workers._controller.receive(worker, WorkerMessage.CAN_RECOVER, None)
+    for worker in dying:
+        assert workers._controller.died(worker, "killed")
+    workers._specs, workers._failures, workers._requests, workers._controls = [], [], None, {}
+    workers._results = {}
+    return workers
+
+
+def test_a_run_of_which_rank_0_dies_when_the_training_has_ended_has_failed() -> None:
+    workers = elastic_workers(2, ElasticPolicy(), (0,))
+    workers._controller.receive(1, WorkerMessage.CANNOT_RECOVER, None)  # sent before its notice of the death
+    workers._results[1] = "path"
+    workers._change_members()
+    assert [failure.rank for failure in workers._failures] == [0]
+
+
+def test_a_replacement_does_not_wait_for_another_that_can_not_start() -> None:
+    workers = elastic_workers(3, ElasticPolicy(tries=1, outlived=True, fixed=True), (1, 2))
+    for worker in (3, 4):
+        workers._controller.started(worker)
+    assert workers._controller.could_not_join(3, "an error")
+    workers._change_members()
+    assert not workers._failures
+    workers._controller.receive(4, WorkerMessage.READY, None)
+    workers._change_members()
+    assert [(failure.rank, failure.summary) for failure in workers._failures] == [
+        (1, "too few workers are left, and no replacement can start")
+    ]
+
+
 def test_a_server_that_dies_repeatedly_is_not_an_error_of_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass
     class Spec:

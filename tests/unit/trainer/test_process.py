@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import fabricx as fx
+from fabricx.launch.supervisor import _Workers
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 from fabricx.trainer import process
 
@@ -50,6 +54,26 @@ def test_the_programs_own_handler_is_called_before_the_run_stops(
     assert trainer.interrupted
     assert trainer.global_step == 2
     assert signal.getsignal(number) is handler
+
+
+class Closed(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+def test_a_stop_is_requested_if_nobody_can_read_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    requested: list[str] = []
+    monkeypatch.setattr(sys, "stderr", Closed())  # such as of a terminal that was closed
+    with process.interruptible("fit", requested.append, (signal.SIGTERM,)):
+        signal.raise_signal(signal.SIGTERM)
+    workers: Any = object.__new__(_Workers)
+    workers._stopping, workers._store = (
+        False,
+        SimpleNamespace(set=lambda key, reason: requested.append(reason.decode())),
+    )
+    with workers.signals():
+        signal.raise_signal(signal.SIGINT)
+    assert requested == ["terminated", "interrupted"]
 
 
 def test_forked_processes_ignore_the_first_signal_and_obey_sigterm() -> None:
