@@ -22,6 +22,7 @@ from fabricx.fault_tolerance import memory_checkpoint
 from fabricx.fault_tolerance.common_state import common_state
 from fabricx.fault_tolerance.hook_entries import hook_entries
 from fabricx.fault_tolerance.progress import progress
+from fabricx.scratch import allocate
 from fabricx.session.rank_state import RankState
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ class _Reached:
 
     def __init__(self, path: Path) -> None:
         with path.open("ab+") as file:
-            file.truncate(_REACHED.size)
+            allocate(file, _REACHED.size)
             self._memory = mmap.mmap(file.fileno(), _REACHED.size)
 
     def note(self, step: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from fabricx import by_value
+from fabricx.scratch import allocate
 
 HEADER: Final = struct.Struct("<QQI")  # number of the record, counted from 1; bytes; checksum
 PLACES: Final = 8  # records in the file: a rank may write 3 per step, and be a step behind a dead rank
@@ -55,7 +56,7 @@ class Slot:
         kept = [] if self._memory is None else _records(self._memory[:])
         self._room = max(ROOM, size)
         with self._path.with_suffix(".new").open("wb+") as file:
-            file.truncate(PLACES * self._room)
+            allocate(file, PLACES * self._room)
             self._memory = mmap.mmap(file.fileno(), PLACES * self._room)
         for number, data in kept:
             self._put(number, data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,16 @@ def test_a_record_interrupted_by_a_death_is_ignored(tmp_path: Path, part: str) -
         content[begin + HEADER.size] ^= 1
     path.write_bytes(content)
     assert read(str(tmp_path), 0) == [(1, "whole")]
+
+
+def test_a_full_disk_is_an_error_and_not_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slot(str(tmp_path), 0).write(1, "small")
+    [path] = tmp_path.iterdir()
+    assert path.stat().st_blocks * 512 >= PLACES * ROOM
+
+    def full(*arguments: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=rf"No space left.* bytes in {tmp_path}; make room there, or set TMPDIR"):
+        Slot(str(tmp_path), 1).write(1, "small")
