@@ -90,6 +90,18 @@ def _is_own(folder: Path) -> bool:
     return False
 
 
+def _lives(folder: Path) -> bool:
+    """Return whether the holder process has not ended; the number of a process that was killed may be another's."""
+    import fcntl
+
+    with (folder / "alive").open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def end(folder: Path) -> None:
     """End the holder process, which frees the memory; ignores a folder of another user.
 
@@ -97,7 +109,7 @@ def end(folder: Path) -> None:
         folder: folder of the links to the files.
     """
     with contextlib.suppress(OSError, ValueError):
-        if _is_own(folder):
+        if _is_own(folder) and _lives(folder):
             os.kill(int((folder / "holder").read_text()), signal.SIGTERM)
     for process in _STARTED:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -118,3 +118,15 @@ def test_no_holder_starts_if_the_folder_cannot_be_created(tmp_path: Path) -> Non
     (tmp_path / "file").touch()
     assert not memory_holder.start(tmp_path / "file" / "kept", NAMES)
     assert not (tmp_path / "file" / "kept").exists()
+
+
+def test_the_end_of_a_run_ends_no_process_with_the_number_of_a_killed_holder(tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    folder.mkdir(mode=0o700)
+    (folder / "alive").touch()
+    with subprocess.Popen(["sleep", "60"]) as other:
+        (folder / "holder").write_text(str(other.pid))
+        memory_holder.end(folder)
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.2)
+        other.kill()
