@@ -57,6 +57,17 @@ def request_workers(run_dir: Path, workers: int) -> None:
         fresh.unlink(missing_ok=True)
 
 
+def forget_request(run_dir: Path) -> None:
+    """Remove a request that an earlier run in a folder has not read before its end.
+
+    Args:
+        run_dir: folder of a run that begins.
+    """
+    if (workers := Requests(run_dir).take()) is not None:
+        text = f"ignored an earlier request for {workers} workers, which the run in {run_dir} had not received"
+        print(text, file=sys.stderr, flush=True)
+
+
 @final
 class Requests:
     """Read the requests that `request_workers` writes. An invalid file causes a single message and no error.

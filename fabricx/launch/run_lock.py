@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ DETACHED: Final = (
     "detached: "  # begins the label of a run whose calling process has died; its name in the cluster follows
 )
 _FILE: Final = "running"
+_NO_LOCKS: Final = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of some network file systems, such as Lustre
 _ASKED_S: Final = 0.5  # seconds; `lock_owner` in a second process takes the lock for an instant
 
 
@@ -64,6 +67,15 @@ def _locked(path: Path, run_dir: Path) -> TextIO:
             if time.monotonic() > end:
                 raise occupied(run_dir, owner) from None
             time.sleep(_ASKED_S / 10)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                print(
+                    f"{run_dir} is on a file system without locks: make sure that no second run uses this folder",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+                return file
+            file.close()
+            raise
         except BaseException:
             file.close()
             raise
@@ -118,4 +130,7 @@ def lock_owner(run_dir: Path) -> str | None:
                 return file.read()
     except (ImportError, FileNotFoundError):
         pass
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
     return None

@@ -23,7 +23,7 @@ from fabricx.errors import Interrupted, Terminated, full_disk_costs
 from fabricx.fault_tolerance import memory_holder
 from fabricx.launch import cluster
 from fabricx.launch.launcher import Launcher
-from fabricx.launch.resize import ELASTIC
+from fabricx.launch.resize import ELASTIC, forget_request
 from fabricx.launch.run_lock import exclusive_run
 from fabricx.launch.signals import termination_signals
 from fabricx.telemetry.aggregator import Aggregator
@@ -165,6 +165,7 @@ def _open_run(
     def lock(run_dir: Path) -> None:
         if writes and processes.main:
             stack.enter_context(exclusive_run(run_dir, "" if elastic is None else ELASTIC))
+            forget_request(run_dir)
 
     _prepare_run_dir(records, job, here, root, trainer.checkpoint_callback, lock)
     aggregator = None

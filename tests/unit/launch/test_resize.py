@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
 
 import pytest
 
+import fabricx as fx
 from fabricx.cli.main import _scale
 from fabricx.launch.resize import ELASTIC, MAX_WORKERS, Requests, request_workers
 from fabricx.launch.run_lock import exclusive_run
+from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 GARBAGE = (
     b"\xff\xfe\x00", b" ", b"-3", b"0", b"3.0", b"1e3", b"three", b"3\n4", b"9" * 100_000,
@@ -89,3 +92,22 @@ def test_the_command_refuses_invalid_numbers_of_workers(tmp_path: Path, capsys: 
             request_workers(tmp_path, 2)
     assert "1 to" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"workers"}
+
+
+def test_a_run_ignores_a_request_that_an_earlier_run_has_not_received(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun: list[bool] = []
+
+    def begin(*arguments: object, **options: object) -> None:
+        begun.append((tmp_path / "workers").exists())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fabricx.launch.supervisor.run_workers", begin)
+    (tmp_path / "workers").write_text("3")
+    trainer = fx.Trainer(devices=2, max_epochs=1, **{**QUIET, "enable_checkpointing": True})
+    trainer.run_dir = tmp_path
+    with contextlib.suppress(KeyboardInterrupt):
+        trainer.fit(TinyModule(), tiny_loader())
+    assert begun == [False]
+    assert "ignored an earlier request for 3 workers" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from contextlib import ExitStack
@@ -69,3 +70,17 @@ def test_a_run_can_start_while_another_process_reads_the_owner(
     monkeypatch.setattr("time.sleep", lambda seconds: asking.close())
     with exclusive_run(tmp_path):
         assert lock_owner(tmp_path) == str(os.getpid())
+
+
+def test_a_file_system_without_locks_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def flock(*arguments: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with exclusive_run(tmp_path):
+        assert (tmp_path / "running").read_text() == str(os.getpid())
+        assert lock_owner(tmp_path) is None
+    assert "a file system without locks" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
