@@ -146,8 +146,11 @@ class HookChecks:
         if not first.numel():
             return "alike"
         rounding = max(ROUNDING, 32 * torch.finfo(first.dtype).eps if first.dtype.is_floating_point else 0.0)
-        far = float((parameter.detach() - first).abs().max()) > rounding * float(first.abs().max())
-        return FAR if far else "alike"
+        now = parameter.detach()
+        same = (now == first) | (now.isnan() & first.isnan())
+        far = (now - first)[~same].abs()
+        near = rounding * float(first.nan_to_num(0.0, 0.0, 0.0).abs().max())
+        return FAR if far.numel() and not float(far.max()) <= near else "alike"  # also for NaN on one of the ranks
 
     # -- weights that servers step ------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from fabricx.consistency.comparison import LIMITS, NO_CONDITION, differences
 from fabricx.core.strategy_parts import ShardsWeights, as_part
-from fabricx.distributed.membership.generations import membership
 from fabricx.distributed.stop_consensus import Agreement
 from fabricx.errors import RanksDisagree
 
@@ -141,7 +140,7 @@ class SharedSettings(OwnSettings):
                 report = self._report_of(rank)
                 if report is not None or passed:
                     reports[rank] = report or unchanged
-            membership().check(world.generation)
+            self._topic.check_peers()
             time.sleep(LOOK_S if len(reports) < world.size else 0.0)
         by_rank = [reports[rank] for rank in range(world.size)]
         if any(report != by_rank[0] for report in by_rank):

@@ -105,16 +105,21 @@ class Agreement:
             if passed in reached:
                 self.pass_by(index)
                 return False
-            self._check_peers()
+            self.check_peers()
 
-    def _check_peers(self) -> None:
-        """Raise an error if a rank has ended, which will never reach this boundary."""
+    def check_peers(self) -> None:
+        """Raise an error if a rank has ended, which will never reach this boundary.
+
+        Raises:
+            PeerLost: a rank has ended, or has left the group.
+        """
         member, world = membership(), self._world
         member.check(world.generation)
         dead = self._deaths.read()
         if not member.changes:  # no supervisor ends the generation
-            for rank, worker in enumerate(member.members(world.generation, world.size)):
-                if worker in dead:
+            workers = member.members(world.generation, max(world.members) + 1)
+            for rank in world.members:
+                if workers[rank] in dead:
                     raise PeerLost(f"rank {rank} has ended before all ranks agreed on the request {self._name!r}")
 
     def pass_by(self, index: int) -> None:

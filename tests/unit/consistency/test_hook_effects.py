@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,3 +146,18 @@ def test_changed_weights_are_an_error_if_they_are_sharded() -> None:
     trainer.strategy.traits = Traits(sharded=True)
     with pytest.raises(RanksDisagree, match="changed weights at a batch of which some ranks have no sample"):
         checks.apply_changes(noted.changes(), idle=True)
+
+
+@pytest.mark.parametrize(
+    ("first", "now", "alike"),
+    [
+        ([1.0, 2.0], [1.0, 2.001], True), ([1.0, 2.0], [1.0, 2.1], False), ([1.0, 2.0], [1.0, float("nan")], False),
+        ([1.0, float("nan")], [1.0, 2.0], False), ([1.0, float("nan")], [1.0005, float("nan")], True),
+        ([1.0, float("inf")], [1.0, float("inf")], True), ([1.0, float("inf")], [1.0, 2.0], False),
+        ([0.0, 0.0], [0.0, 0.0], True),
+    ],
+)  # fmt: skip
+def test_weights_that_are_no_numbers_on_one_rank_differ(first: list[float], now: list[float], alike: bool) -> None:
+    checks: Any = object.__new__(HookChecks)
+    checks._strategy = SimpleNamespace(step_ranks=SimpleNamespace(broadcast=lambda tensor: torch.tensor(first)))
+    assert (checks._distance(torch.nn.Parameter(torch.tensor(now))) == "alike") is alike

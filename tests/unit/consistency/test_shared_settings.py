@@ -16,11 +16,12 @@ from torch import nn
 from fabricx.consistency.comparison import LIMITS
 from fabricx.consistency.shared_settings import SharedSettings
 from fabricx.core.strategy import Traits
+from fabricx.distributed.membership.deaths import DEATHS
 from fabricx.distributed.stop_consensus import Agreement
 from fabricx.distributed.store.client import PrivateStore
 from fabricx.distributed.store.server import StoreServer
 from fabricx.distributed.world import World
-from fabricx.errors import RanksDisagree
+from fabricx.errors import PeerLost, RanksDisagree
 
 Act = Callable[[Any, int, int], bool | None]
 
@@ -177,3 +178,15 @@ def test_changes_leave_few_keys_behind() -> None:
 
     assert train(act, checks=30, keys=keys)[:-1] == ["", ""]
     assert keys[0] <= 14  # of two comparisons, for two ranks
+
+
+def test_a_rank_that_has_ended_is_not_awaited() -> None:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(StoreServer(folder, KEY)) as server,
+        trainers(server.path, 2) as ranks,
+    ):
+        server.push(DEATHS, b"1")  # as the server of a launch's store does
+        freeze(ranks[0])
+        with pytest.raises(PeerLost, match="rank 1 has ended"):
+            ranks[0].shared.check()
