@@ -378,7 +378,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
         ]  # fmt: skip
         return {
             **state, "rounds": rounds, "statistics": self._statistics.state_dict(), "used": self._used,
-            "shows_means": bool(local),
+            "shows_means": bool(local), "frozen": self._frozen_means.changed(),
         }  # fmt: skip
 
     def load_local_states(
@@ -392,11 +392,13 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
                 fragment.codec.lost = saved[0]["lost"].to(fragment.base.device, copy=True)
             for name, values in fragment.equal_on_ranks.items():
                 self._join([shares["shares"][name] for shares in saved], values, own=own)
-        moved = []
+        self._frozen_means.add_changed([any(flags) for flags in zip(*(s["frozen"] for s in states), strict=True)])
+        moved, frozen = [], []
         for state in states:
             super().load_state_dict(state, module, optimizers)
             if not own:
                 moved.append([fragment.base - fragment.flat() for fragment in self._fragments])
+                frozen.append(self._frozen_means.values())
         for fragment in self._fragments:
             fragment.local = None
         self._frozen_means = FrozenMeans(self._frozen, self._frozen_means)
@@ -404,6 +406,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
             scalars = {tree.escape(name) for name, parameter in module.named_parameters() if not parameter.dim()}
             moments = _mean([state["optimizers"] for state in states], scalars)
             super().load_state_dict({**states[0], "optimizers": moments}, module, optimizers)
+            self._frozen_means.set_means(frozen)
             rounds = zip(*(state["rounds"] for state in states), strict=True)
             for fragment, parts, former in zip(self._fragments, zip(*moved, strict=True), rounds, strict=True):
                 self._add_errors(fragment, [one["lost"].to(fragment.base.device) for one in former])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, final
 
 import torch
@@ -76,6 +76,34 @@ class FrozenMeans:
             for number, p in parameters.items()
             for part in [self._local_part(number)]
         }
+
+    def changed(self) -> list[bool]:
+        """Return, for each parameter, whether it has ever been changed on some rank."""
+        return [self._changed[n] or self._has_changed(n, read=True) for n in range(len(self._parameters))]
+
+    def add_changed(self, changed: Sequence[bool]) -> None:
+        """Count parameters as changed that a former process has changed.
+
+        Args:
+            changed: result of `changed` there.
+        """
+        self._changed = [before or now for before, now in zip(changed, self._changed, strict=True)]
+
+    def values(self) -> list[Tensor]:
+        """Return copies of the changed parameters."""
+        held = zip(self._parameters, self._changed, strict=True)
+        return [own_part(parameter).detach().clone() for parameter, changed in held if changed]
+
+    @torch.no_grad()
+    def set_means(self, by_rank: Sequence[Sequence[Tensor]]) -> None:
+        """Set the changed parameters to means.
+
+        Args:
+            by_rank: results of `values`.
+        """
+        held = [parameter for parameter, changed in zip(self._parameters, self._changed, strict=True) if changed]
+        for parameter, values in zip(held, zip(*by_rank, strict=True), strict=True):
+            own_part(parameter).copy_(torch.stack(values).mean(0))
 
     def _local_part(self, number: int) -> Tensor:
         part, (local, mean) = own_part(self._parameters[number]), self._local[number]

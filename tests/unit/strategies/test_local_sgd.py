@@ -72,6 +72,27 @@ def test_other_ranks_than_before_begin_with_the_errors_of_the_former_ranks() -> 
     assert codec.lost.numel() == 0
 
 
+def test_an_in_memory_checkpoint_has_frozen_parameters_that_ranks_have_changed() -> None:
+    def built() -> tuple[nn.Module, LocalSGD]:
+        module, strategy = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)]), LocalSGD(every=4)
+        strategy.setup(module)
+        return module, strategy
+
+    def state(world: World) -> dict[str, Any]:
+        module, strategy = built()
+        strategy.world = world
+        nn.init.constant_(module[1].weight, world.rank + 1.0)  # type: ignore[index]
+        return strategy.local_state_dict(module, [])
+
+    module, strategy = built()
+    strategy.load_local_states([state(World())], module, [], own=True)
+    assert module[1].weight.unique().tolist() == [1.0]  # type: ignore[index]
+    assert strategy._frozen_means.changed() == [True, False]  # averaged at the end of the round
+    module, strategy = built()
+    strategy.load_local_states([state(World(rank, 2)) for rank in range(2)], module, [], own=False)
+    assert module[1].weight.unique().tolist() == [1.5]  # type: ignore[index]
+
+
 def test_a_save_after_a_round_adds_errors_to_the_weights_that_a_hook_has_changed() -> None:
     """Regression: the weights were those of the round, without the changes of the hook."""
     module = nn.Linear(2, 2, bias=False)
