@@ -60,7 +60,8 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         powersgd_rank: rank of the approximation; a larger rank is more accurate and slower. The error of a gradient is
             added to the next gradient, and is saved in checkpoints.
         broadcast_buffers: broadcast the buffers of rank 0 at each forward, as batch normalisation requires; if the
-            data of rank 0 have ended, those of the first rank with a sample of the batch before.
+            data of rank 0 have ended, those of the first rank with a sample of the batch before. With False each rank
+            has its own, also after a recovery and in a run that resumes with as many ranks; otherwise those of rank 0.
         shared_memory: sum gradients in shared memory if all ranks are on one machine, with Linux and without GPUs, and
             gradients are dense and not compressed; gloo sums them otherwise, and with False.
 
@@ -82,7 +83,7 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         shared_memory: bool = True,
     ) -> None:
         super().__init__()
-        if compression == POWERSGD:  # each rank keeps the compression error of its gradients
+        if compression == POWERSGD or not broadcast_buffers:  # each rank has compression errors or buffers of its own
             self.traits = Traits(averages=True, elastic=True, unreplicated=True)
         if compression is not None:
             check_choice("DDP", "compression", compression, SUMMED, "a codec needs servers: strategy=parameter_server")
@@ -382,6 +383,8 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         state = super().state_dict(module, optimizers)
         if not self.broadcast_buffers:  # each rank has its own
             kept = {name: buffer.clone() for name, buffer in module.named_buffers() if name in state["module"]}
+            if optimizers:
+                state["buffers"] = self.data_ranks.gather_objects(kept)
             for buffer in kept.values():
                 self.data_ranks.broadcast(buffer)
             state["module"].update(kept)
@@ -409,6 +412,9 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
 
     def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
         super().load_state_dict(state, module, optimizers)
+        buffers = state.get("buffers", ())
+        if not self.broadcast_buffers and len(buffers) == self.data_ranks.size:
+            module.load_state_dict(buffers[self.data_ranks.rank], strict=False)
         kept = state.get("thin")
         if self._powersgd is None or kept is None:
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import operator
@@ -313,7 +312,7 @@ class OrderedFeed(Feed):
         self._picked.count = len(cut)
         sizes = self._sizes(order)
         shares, fetched = itertools.tee(cut.shares(position))
-        data = self._data(epoch, lambda: _picks(fetched, order, self._alone, example=self._example))
+        data = self._data(epoch, self._picks(lambda: fetched, order, example=self._example))
         index, number, planned = first, 0, self._planned(cut)
         same = planned == cut
         for share in shares:
@@ -372,8 +371,7 @@ class OrderedFeed(Feed):
             deal = LeasedSection(dealer, position, items, batch, accumulate)
             dealer.open(deal.plan(section), (epoch, position, items))
             while not deal.over:
-                fetches = functools.partial(self._fetches, deal, order)
-                for share, data in deal.taken(self._data(epoch, fetches)):
+                for share, data in deal.taken(self._data(epoch, self._picks(deal.shares, order))):
                     size, whole = sizes(share.end, share.begin), sizes(share.window_end, share.window_begin)
                     if self._may_drop:
                         self._check_dropped(data, size)
@@ -390,8 +388,12 @@ class OrderedFeed(Feed):
                 window_begin=start, incomplete=position == start,
             )  # fmt: skip
 
-    def _fetches(self, deal: LeasedSection, order: Any) -> Iterator[tuple[int, Any]]:
-        return _picks(deal.shares(), order, self._alone, example=False)
+    def _picks(
+        self, shares: Callable[[], Iterator[Any]], order: Any, *, example: bool = False
+    ) -> Callable[[], Iterator[tuple[int, Any]]]:  # fmt: skip
+        """Return a function for the loader. It has no reference to this feed, whose processes end with the last one."""
+        alone = self._alone
+        return lambda: _picks(shares(), order, alone, example=example)
 
     @property
     def _alone(self) -> bool:

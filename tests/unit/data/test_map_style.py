@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -61,6 +65,26 @@ def test_a_run_that_continues_with_other_batches_of_a_batch_sampler_is_a_warning
     feeds[1].order_before = feeds[0].order
     with pytest.warns(UserWarning, match="trained twice.* or of several loaders, must be those of before"):
         next(feeds[1].epoch(0, position=2))
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def test_a_feed_that_is_replaced_within_an_epoch_is_freed_with_its_loader_processes() -> None:
+    """Regression: after a recovery, processes of persistent_workers=True lived until the next garbage collection."""
+    with without_collection():
+        feed = OrderedFeed(DataLoader(range(8), 2), World(), 0, float("inf"))  # type: ignore[arg-type]
+        loader = weakref.ref(feed._loader)
+        batches = feed.epoch(0)
+        next(batches)
+        del feed, batches
+        assert loader() is None
 
 
 def no_odd_numbers(rows: list[int]) -> torch.Tensor:

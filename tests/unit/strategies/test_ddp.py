@@ -1,4 +1,4 @@
-"""The state of ddp's compression."""
+"""The state of ddp's compression, and buffers of each rank."""
 
 from __future__ import annotations
 
@@ -34,6 +34,24 @@ def test_complex_matrices_are_not_compressed_to_factors() -> None:
     strategy.world = World(size=2)
     with pytest.raises(ValueError, match=r"a parameter is complex: train torch\.view_as_real of it"):
         strategy.setup(module)
+
+
+def test_each_rank_keeps_its_own_buffers_in_a_checkpoint_and_a_recovery() -> None:
+    strategy, module = DDP(broadcast_buffers=False), nn.BatchNorm1d(SIZE)
+    assert strategy.traits.unreplicated  # so that no rank calls `state_dict`, which communicates, without the others
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    nn.init.ones_(module.running_mean)  # type: ignore[arg-type]
+    strategy.setup(module)
+    state = strategy.state_dict(module, [optimizer])
+    state["buffers"].insert(0, {name: torch.zeros_like(value) for name, value in state["buffers"][0].items()})
+    strategy.world = World(rank=1, size=2)
+    nn.init.constant_(module.running_mean, 2.0)  # type: ignore[arg-type]
+    strategy.load_state_dict(state, module, [optimizer])
+    assert module.running_mean.unique().tolist() == [1.0]  # type: ignore[union-attr]
+    state["buffers"].append(state["buffers"][0])  # of three ranks: the buffers of rank 0, which others receive
+    state["module"]["running_mean"] = torch.full((SIZE,), 3.0)
+    strategy.load_state_dict(state, module, [optimizer])
+    assert module.running_mean.unique().tolist() == [3.0]  # type: ignore[union-attr]
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
