@@ -20,9 +20,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing import resource_tracker, util
 from pathlib import Path
-from typing import IO, Any, Final
-
-from fabricx.errors import is_full
+from typing import Any, Final
 
 try:
     import fcntl
@@ -106,29 +104,6 @@ def _locked(folder: str) -> int:
         os.close(lock)
         raise
     return lock
-
-
-def allocate(file: IO[bytes], size: int) -> None:
-    """Enlarge a file before it is mapped: a write to mapped memory without space on the disk would kill the process.
-
-    Args:
-        file: open for writing.
-        size: bytes of the file.
-
-    Raises:
-        OSError: the disk is full; the message names the remedy.
-    """
-    file.truncate(size)
-    if not hasattr(os, "posix_fallocate"):  # not on all systems
-        return
-    try:
-        os.posix_fallocate(file.fileno(), 0, size)
-    except OSError as error:
-        if not is_full(error):
-            raise
-        folder = os.path.dirname(os.fspath(file.name))
-        text = f"{error.strerror}: records for recovery need {size} bytes in {folder}"
-        raise OSError(error.errno, f"{text}; make room there, or set TMPDIR to another folder") from None
 
 
 def sweep(parent: str) -> None:

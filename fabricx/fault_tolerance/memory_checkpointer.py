@@ -22,7 +22,7 @@ from fabricx.fault_tolerance import memory_checkpoint
 from fabricx.fault_tolerance.common_state import common_state
 from fabricx.fault_tolerance.hook_entries import hook_entries
 from fabricx.fault_tolerance.progress import progress
-from fabricx.scratch import allocate
+from fabricx.fault_tolerance.rank_record import allocate
 from fabricx.session.rank_state import RankState
 
 if TYPE_CHECKING:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import mmap
+import os
 import pickle
 import struct
 import zlib
 from pathlib import Path
-from typing import Any, Final, final
+from typing import IO, Any, Final, final
 
 from fabricx import by_value
-from fabricx.scratch import allocate
+from fabricx.errors import is_full
 
 HEADER: Final = struct.Struct("<QQI")  # number of the record, counted from 1; bytes; checksum
 PLACES: Final = 8  # records in the file: a rank may write 3 per step, and be a step behind a dead rank
@@ -61,6 +62,29 @@ class Slot:
         for number, data in kept:
             self._put(number, data)
         self._path.with_suffix(".new").rename(self._path)
+
+
+def allocate(file: IO[bytes], size: int) -> None:
+    """Enlarge a file before it is mapped: a write to mapped memory without space on the disk would kill the process.
+
+    Args:
+        file: open for writing.
+        size: bytes of the file.
+
+    Raises:
+        OSError: the disk is full; the message names the remedy.
+    """
+    file.truncate(size)
+    if not hasattr(os, "posix_fallocate"):  # not on all systems
+        return
+    try:
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        folder = os.path.dirname(os.fspath(file.name))
+        text = f"{error.strerror}: records for recovery need {size} bytes in {folder}"
+        raise OSError(error.errno, f"{text}; make room there, or set TMPDIR to another folder") from None
 
 
 def read(folder: str, worker: int) -> list[tuple[Any, Any]]:
