@@ -58,6 +58,7 @@ class ElasticController:
         self._holding: set[int] = set()  # workers that have the state of the run
         self._arrived: set[int] = set()  # workers that train in this generation
         self._ended: set[int] = set()  # workers that have finished training
+        self._left: set[int] = set()  # workers that have left this generation and wait for the next
         self._fixed = ""  # why the workers can't change; "" if they can
         self._devices = {worker: worker for worker in range(size)}  # device number of each worker
         self._coming: set[int] = set()  # replacements that are starting
@@ -113,6 +114,8 @@ class ElasticController:
             self._begin_again(worker, *content)
         elif kind == WorkerMessage.LEFT:
             self._end(content)  # for workers that join; members leave after different steps, and may wait for this one
+            if content == self._number:
+                self._left.add(worker)
         else:
             assert kind == WorkerMessage.STEP, kind
             generation, step = content
@@ -288,7 +291,9 @@ class ElasticController:
     def stuck(self) -> str:
         """Return why the run can't continue after a death that the other workers have survived; "" if it can."""
         if self._ended:
-            return "" if self._dead.isdisjoint(self._seats[:1]) else "the training has ended, and its results are lost"
+            if not self._dead.isdisjoint(self._seats[:1]):
+                return "the training has ended, and its results are lost"
+            return "other ranks have ended the training" if self._left - self._ended - self._dead else ""
         waits = self._broken and not self._enough and not self._coming and self.wanted() is None
         return "too few workers are left, and no replacement can start" if waits else ""
 
@@ -383,6 +388,7 @@ class ElasticController:
         self._dead.clear()
         self._ready.clear()
         self._arrived.clear()
+        self._left.clear()
         self._broken = False
         self._replacements = replacements
         generation = Generation(

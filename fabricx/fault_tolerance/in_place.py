@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 NOTICE_S: Final = 1.0  # from an error to the supervisor's notice of a death
 ANSWER_S: Final = 5.0  # from a report of cut connections to the supervisor's answer
-NEWCOMER_S: Final = 600.0  # until the next generation begins
 
 _TOO_LARGE: Final = (
     "attributes that are too large, or of types that are not recovered: {names}. A replacement has their initial "
@@ -150,7 +149,7 @@ def _join_next_generation(session: Session, ft: RankRecords, *, survivor: bool) 
     number = session.world.generation  # newest generation that this rank has tried to join
     state = (MemberStates if ft.memory is None else Rollback)(session, ft, survivor=survivor)
     while True:
-        generation = membership().newer_than(number, NEWCOMER_S)
+        generation = membership().newer_than(number)
         number = generation.number
         state.prepare(generation)
         try:

@@ -332,7 +332,8 @@ class _Workers:
         if self._controller is None:
             return
         if (stuck := self._controller.stuck) and not self._failures:
-            self._failures.append(Failure(min(self._controller.missing), time.monotonic(), "death", stuck, None))
+            lost = min(self._controller.missing or self._controller.workers)
+            self._failures.append(Failure(lost, time.monotonic(), "death", stuck, None))
         if self._complete():
             return
         if self._requests is not None and (workers := self._requests.take()) is not None:

@@ -201,22 +201,16 @@ class Membership:
         with self._news:
             return self._news.wait_for(lambda: self.outdated(number), timeout)
 
-    def newer_than(self, number: int, timeout: float) -> Generation:
-        """Wait for a generation after the present one.
+    def newer_than(self, number: int) -> Generation:
+        """Wait for a generation after the present one, for which a replacement may have to read its data first.
+
+        The supervisor ends the run if none can begin, and this process ends with the supervisor.
 
         Args:
             number: number of the present generation.
-            timeout: maximum time to wait, in seconds.
-
-        Raises:
-            PeerLost: no new generation within the timeout.
         """
         with self._news:
-            if not self._news.wait_for(lambda: self._newest.number > number, timeout):
-                raise PeerLost(
-                    f"the supervisor has announced no new group of workers for {timeout:g} s; resume the run from its "
-                    "newest checkpoint: fabricx resume RUN_DIR"
-                )
+            self._news.wait_for(lambda: self._newest.number > number)
             return self._newest
 
     # -- called by the receiving thread -------------------------------------------------------------------------------

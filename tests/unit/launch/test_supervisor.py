@@ -124,6 +124,20 @@ def test_a_run_of_which_rank_0_dies_when_the_training_has_ended_has_failed() -> 
     assert [failure.rank for failure in workers._failures] == [0]
 
 
+def test_a_rank_does_not_wait_for_ranks_that_have_ended_the_training() -> None:
+    """A last barrier may end on some ranks, and fail on others because a rank has died."""
+    workers = elastic_workers(3, ElasticPolicy(), (2,))
+    workers._controller.receive(1, WorkerMessage.CANNOT_RECOVER, None)
+    workers._results[1] = "path"
+    workers._change_members()
+    assert not workers._failures
+    workers._controller.receive(0, WorkerMessage.LEFT, 0)
+    workers._change_members()
+    assert [(failure.rank, failure.summary) for failure in workers._failures] == [
+        (2, "other ranks have ended the training")
+    ]
+
+
 def test_a_replacement_does_not_wait_for_another_that_can_not_start() -> None:
     workers = elastic_workers(3, ElasticPolicy(tries=1, outlived=True, fixed=True), (1, 2))
     for worker in (3, 4):

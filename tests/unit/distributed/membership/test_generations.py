@@ -14,6 +14,20 @@ from fabricx.distributed.world import World
 from fabricx.errors import PeerLost
 
 
+def test_a_worker_waits_for_the_next_generation_without_a_limit() -> None:
+    waiting, waits = Membership(), []
+    wait_for = waiting._news.wait_for
+
+    def recorded(condition: Any, timeout: float | None = None) -> bool:
+        waits.append(timeout)
+        waiting._newest = Generation(1, (0,))
+        return wait_for(condition, timeout)
+
+    waiting._news.wait_for = recorded  # type: ignore[method-assign]
+    assert waiting.newer_than(0).number == 1
+    assert waits == [None]
+
+
 class Group:
     """A group that records the calls on it."""
 
