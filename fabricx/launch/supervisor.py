@@ -467,7 +467,8 @@ class _Workers:
             if not self._complete() or (works and rank not in self._results):
                 process.kill()  # SIGTERM requests a stop at the next step, which a worker may never reach
         deadline = time.monotonic() + TERMINATE_S
-        for process in self._processes.values():
+        for rank in list(self._processes):
+            process = self._processes.pop(rank)  # a further signal kills the remaining processes
             process.join(max(0.0, deadline - time.monotonic()))
             if process.exitcode is None:
                 process.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from types import SimpleNamespace
@@ -122,6 +123,30 @@ def test_a_run_of_which_rank_0_dies_when_the_training_has_ended_has_failed() -> 
     workers._results[1] = "path"
     workers._change_members()
     assert [failure.rank for failure in workers._failures] == [0]
+
+
+def test_a_further_signal_while_processes_end_is_a_keyboard_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ends:
+        exitcode, closed = 0, False
+
+        def kill(self) -> None:
+            if self.closed:
+                raise ValueError("process object is closed")
+
+        def join(self, timeout: float | None = None) -> None:
+            if self is processes[1]:
+                signal.raise_signal(signal.SIGINT)
+
+        def close(self) -> None:
+            self.closed = True
+
+    processes = [Ends(), Ends()]
+    workers = elastic_workers(2, ElasticPolicy(), ())
+    workers._processes, workers._stopping = dict(enumerate(processes)), True
+    workers._specs = [SimpleNamespace(serve=None)] * 2
+    monkeypatch.setattr("fabricx.launch.worker_process.end_children", lambda process: None)
+    with workers.signals(), pytest.raises(KeyboardInterrupt):
+        workers._terminate_all()
 
 
 def test_a_rank_does_not_wait_for_ranks_that_have_ended_the_training() -> None:
