@@ -412,7 +412,7 @@ class Pass:
         Of several tensors, marks come first: zeros in the place of no gradient would change weights by weight decay.
 
         Args:
-            computed: gradients were computed; False for a microbatch of weight 0.
+            computed: gradients were computed; False for a microbatch or a batch of weight 0.
 
         Raises:
             ValueError: the loss does not depend on the only tensor that has a gradient.

@@ -128,6 +128,7 @@ class Pipeline:
         self._inside = {part for name in chain.blocks for part in module.get_submodule(name).modules()}
         self._before: BufferMark | None = None  # buffers outside of blocks, until the first block of a further chunk
         self._pass: Pass | None = None
+        self._computed = False  # gradients of the present microbatch
         self._trained: tuple[bool, ...] = ()  # `requires_grad` of all parameters at the call of the last block
 
     def world_changed(self, pipeline: World, channels: Mapping[str, Any] | None = None) -> None:
@@ -337,14 +338,14 @@ class Pipeline:
         if now.ended:
             leaf = torch.zeros((), device=self.world.device, requires_grad=True)
             output = _Surrogate.apply(leaf, now.gradients(), *now.sent)  # type: ignore[no-untyped-call]
-        self._pass = now
+        self._pass, self._computed = now, False
         try:
             with now.computing_again():
                 if share:
                     backward(output)
         finally:
             self._pass = None
-        now.send_gradients(computed=bool(share))
+        now.send_gradients(computed=self._computed)
 
     def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
         """Compute the gradients of this stage; called within `backward` of `forward_backward`.
@@ -356,6 +357,7 @@ class Pipeline:
         Raises:
             PeerLost: torch communicates in this backward, and another rank has died.
         """
+        self._computed = True
         try:
             with self._deferred or _NOTHING:
                 (compute or loss.backward)()
