@@ -46,8 +46,8 @@ def enter(options: TrainerOptions, world: World) -> World:
         the world, with device and backend.
     """
     ids = options.device_ids
-    place = world.local_rank if world.device_number is None else world.device_number
-    number = ids[place] if place < len(ids) else place
+    number = world.local_rank if world.device_number is None else world.device_number
+    number = ids[number] if number < len(ids) else number
     device = device_of(number, options.accelerator)
     world = replace(world, device=device, backend="nccl" if device.type == "cuda" else "gloo")
     if device.type == "cuda":
