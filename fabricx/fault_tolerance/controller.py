@@ -108,7 +108,8 @@ class ElasticController:
             if self._ended:  # no further generation begins
                 self._dismiss([worker])
         elif kind == WorkerMessage.LINKS_CUT:
-            if self._begin_again(worker, content, "lost its links"):
+            generation, why = content
+            if self._begin_again(worker, generation, f"lost its links: {why}"):
                 self._cuts.append(self._failures[-1])
         elif kind == WorkerMessage.REPEAT:
             self._begin_again(worker, *content)

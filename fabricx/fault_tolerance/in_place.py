@@ -8,6 +8,7 @@ and reads per-rank state (RNG, metric sums) from the shared-memory slot of the w
 
 from __future__ import annotations
 
+import re
 import time
 import traceback
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 NOTICE_S: Final = 1.0  # from an error to the supervisor's notice of a death
 ANSWER_S: Final = 5.0  # from a report of cut connections to the supervisor's answer
+_SHOWN: Final = 120  # characters of the error of a cut connection
 
 _TOO_LARGE: Final = (
     "attributes that are too large, or of types that are not recovered: {names}. A replacement has their initial "
@@ -131,7 +133,8 @@ def _is_membership_change(generation: int, error: Exception, silent: bool) -> bo
         return True
     if not may_be_cut(error):
         return False
-    group_member.send(WorkerMessage.LINKS_CUT, generation)
+    text = re.sub(r"\[/[^]]*\] ?", "", (str(error).splitlines() or [""])[0])  # without the name of gloo's file
+    group_member.send(WorkerMessage.LINKS_CUT, (generation, f"{type(error).__name__}: {text[:_SHOWN]}"))
     return group_member.becomes_outdated(generation, ANSWER_S)
 
 

@@ -27,7 +27,7 @@ class WorkerMessage(StrEnum):
     CANNOT_RECOVER = "cannot recover"  # None: its training has ended
     READY = "ready"  # None: a replacement waits to join
     SIZE_FIXED = "size fixed"  # (reason, whether replacements may join): the number of workers can't change
-    LINKS_CUT = "links cut"  # generation: the worker has lost connections of its group
+    LINKS_CUT = "links cut"  # (generation, error): the worker has lost connections of its group
     REPEAT = "repeat"  # (generation, reason): the worker requests a new generation
     LEFT = "left"  # generation: the worker has left it
     STEP = "step"  # (generation, step): the worker trains; and its first step that is further than all before

@@ -107,7 +107,7 @@ def happens(run: Workers, event: str, number: int) -> None:
         if len(run.holding) > 1 or (run.outlived and alive):
             run.end(alive[number % len(alive)])
     elif event == "cut":
-        run.changes.receive(0, WorkerMessage.LINKS_CUT, len(run.generations))
+        run.changes.receive(0, WorkerMessage.LINKS_CUT, (len(run.generations), "reset"))
     elif event == "resize":
         run.changes.resize(1 + number % 4)
     elif alive:
@@ -249,7 +249,7 @@ def test_a_superfluous_worker_is_informed() -> None:
 def test_links_that_break_repeatedly_at_the_same_step_are_an_error(reached: tuple[int, ...], recoveries: int) -> None:
     run = Workers(ElasticPolicy(tries=2), 2)
     for number, step in enumerate(reached):
-        run.changes.receive(1, WorkerMessage.LINKS_CUT, number)
+        run.changes.receive(1, WorkerMessage.LINKS_CUT, (number, "reset"))
         run.clock.now += 1.0
         run.supervise()
         for worker in (0, 1):
@@ -264,7 +264,7 @@ def test_a_further_step_between_two_failures_allows_further_recoveries() -> None
     """The first report of a worker is the step that it repeats; another report follows after a further step."""
     run = Workers(ElasticPolicy(tries=1), 2)
     for number in range(5):
-        run.changes.receive(1, WorkerMessage.LINKS_CUT, number)
+        run.changes.receive(1, WorkerMessage.LINKS_CUT, (number, "reset"))
         run.clock.now += 1.0
         run.supervise()
         assert len(run.generations) == number + 1
@@ -284,12 +284,12 @@ def test_workers_that_die_at_once_are_a_single_failure_of_a_step() -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_links_cut_by_a_dying_worker_are_not_a_separate_failure(late: bool) -> None:
     run = Workers(ElasticPolicy(tries=1), 2)
-    run.changes.receive(0, WorkerMessage.LINKS_CUT, 0)
+    run.changes.receive(0, WorkerMessage.LINKS_CUT, (0, "reset"))
     if late:  # all other workers already wait for it in the next generation
         run.clock.now += 1.0
         run.supervise()
         run.act(0)
-        run.changes.receive(0, WorkerMessage.LINKS_CUT, 1)
+        run.changes.receive(0, WorkerMessage.LINKS_CUT, (1, "reset"))
     run.end(1)
     assert not run.failed  # a single attempt
     assert run.failures == ["rank 1 failed: killed"]
@@ -297,13 +297,13 @@ def test_links_cut_by_a_dying_worker_are_not_a_separate_failure(late: bool) -> N
 
 def test_links_restored_before_a_worker_dies_are_a_separate_failure() -> None:
     run = Workers(ElasticPolicy(), 2)
-    run.changes.receive(0, WorkerMessage.LINKS_CUT, 0)
+    run.changes.receive(0, WorkerMessage.LINKS_CUT, (0, "reset"))
     run.clock.now += 1.0
     run.supervise()
     run.act(0)
     run.act(1)
     run.end(1)
-    assert run.failures == ["rank 0 lost its links", "rank 1 failed: killed"]
+    assert run.failures == ["rank 0 lost its links: reset", "rank 1 failed: killed"]
 
 
 def ready(changes: ElasticController, worker: int) -> None:

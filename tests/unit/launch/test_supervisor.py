@@ -23,8 +23,8 @@ def test_links_cut_by_a_failed_rank_are_not_a_separate_failure() -> None:
     workers._deaths, workers._stopping, workers._store = {}, False, {SAVING: b""}
     workers._specs = [SimpleNamespace(serve=None, newcomer=False) for _ in range(2)]
     workers._failures = [Failure(1, 0.0, "error", "ValueError: of the user's code", None)]
-    workers._controller.receive(0, WorkerMessage.LINKS_CUT, 0)
-    assert failures == ["rank 0 lost its links"]
+    workers._controller.receive(0, WorkerMessage.LINKS_CUT, (0, "reset"))
+    assert failures == ["rank 0 lost its links: reset"]
     assert "rank 1 failed" in str(workers._first_failure())
     assert failures == []  # the Trainer records the error of rank 1
 
