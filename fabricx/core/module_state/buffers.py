@@ -1,4 +1,4 @@
-"""A module's buffers: those of a checkpoint, and restoration."""
+"""Buffers of a module: the persistent buffers, and the restoration of all."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 class BufferMark:
     """Buffers of a module, and copies of their values.
 
-    A step may change a buffer in place, assign another tensor to its name, or register it: `restore` undoes each.
+    A step may change a buffer in place, assign a new tensor to its name, or register it: `restore` undoes this.
 
     Args:
         module: the module; its submodules are included.
-        without: submodules whose buffers are not restored.
+        without: submodules that are left out.
     """
 
     def __init__(self, module: nn.Module, without: Collection[nn.Module] = ()) -> None:

@@ -416,8 +416,9 @@ def tracing(
         calls_blocks: the step has to call the blocks.
         outside, carries: see `Trace`.
     """
-    buffers = lambda: dict(module.named_buffers())  # noqa: E731
-    trace = Trace(names, dict(module.named_parameters()), buffers, outside, carries=carries)
+    trace = Trace(
+        names, dict(module.named_parameters()), lambda: dict(module.named_buffers()), outside, carries=carries
+    )  # fmt: skip
     parts = {part: name for name, part in module.named_modules()}
 
     def returned(part: nn.Module, inputs: Any, output: Any) -> None:
