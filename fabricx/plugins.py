@@ -88,6 +88,15 @@ def registered(kind: str) -> dict[str, metadata.EntryPoint]:
     return {entry.name: entry for entry in metadata.entry_points(group=f"fabricx.{kind}")}
 
 
+def modules(kind: str) -> list[str]:
+    """Return the names of the modules with fabricx's own plugins of a kind, for imports ahead of their use.
+
+    Args:
+        kind: "strategies", "callbacks", "loggers" or "launchers".
+    """
+    return sorted({path.partition(":")[0] for path in _BUILT_IN[kind].values()})
+
+
 def path_of(kind: str, name: str) -> str:
     """Return the path of a plugin's class as MODULE:CLASS, without importing it; "" for an unknown name.
 

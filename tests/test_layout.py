@@ -305,6 +305,7 @@ def test_importing_fabricx_and_training_import_no_slow_library(tmp_path):
         "import fabricx.lightning, fabricx.loggers.tensorboard; fabricx.loggers.tensorboard.TensorBoardLogger()\n"
         "slow = {'hydra', 'omegaconf', 'tensorboard', 'torchmetrics', 'torch.distributed.checkpoint'}\n"
         "slow |= {'lightning', 'pytorch_lightning'}\n"
+        "slow |= {'fabricx.strategies.' + name for name in ('ddp', 'fsdp', 'mesh', 'parameter_server')}\n"
         "print(*slow & set(sys.modules))"
     )
     assert python(program, cwd=tmp_path, path=ROOT).split() == []

@@ -36,6 +36,8 @@ from multiprocessing import forkserver as mp_forkserver
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from fabricx import plugins
+
 IMPORTED: Final = (
     "torch", "torch.distributed", "torch._dynamo", "torch.optim", "torch.utils.data", "torch.utils.tensorboard",
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.run", "hydra",
@@ -43,8 +45,8 @@ IMPORTED: Final = (
     "fabricx.callbacks.model_summary", "fabricx.checkpoint.direct_io", "fabricx.checkpoint.reader",
     "fabricx.checkpoint.writer", "safetensors.torch", "torch.utils.serialization.config", "torchmetrics",
     "fabricx.cli.hydra_app", "fabricx.cli.main", "fabricx.config", "fabricx.cli.doctor", "fabricx.trainer.trainer",
-    "fabricx.strategies", "fabricx.callbacks", "fabricx.loggers.tensorboard", "fabricx.demo.digits", "fabricx.testing",
-    "fabricx.telemetry.report", "tests.process.ledgers",
+    *plugins.modules("strategies"), "fabricx.callbacks", "fabricx.loggers.tensorboard", "fabricx.demo.digits",
+    "fabricx.testing", "fabricx.telemetry.report", "tests.process.ledgers",
     # imported by workers at their first checkpoint, update on a server, or metric, and by test modules
     "fabricx.checkpoint.sharded_tensors", "fabricx.parameter_server.server.server", "fabricx.callbacks.fault_recovery",
     "fabricx.callbacks.model_checkpoint", "fabricx.callbacks.progress_bar", "fabricx.launch.fork_server",

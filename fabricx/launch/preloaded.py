@@ -6,9 +6,11 @@ import multiprocessing
 from multiprocessing import forkserver
 from typing import Any, Final
 
+from fabricx import plugins
+
 PRELOAD: Final = [
-    "torch", "torch.distributed", "torch._dynamo", "torch.optim", "fabricx.trainer.trainer", "fabricx.strategies",
-    "fabricx.launch.fork_server",
+    "torch", "torch.distributed", "torch._dynamo", "torch.optim", "fabricx.trainer.trainer",
+    *plugins.modules("strategies"), "fabricx.launch.fork_server",
 ]  # fmt: skip
 
 

@@ -10,12 +10,17 @@ from omegaconf import OmegaConf
 
 from fabricx import plugins
 from fabricx.core.strategy import Strategy
+from fabricx.launch.preloaded import PRELOAD
 from fabricx.strategies import DDP
 
 
 @pytest.mark.parametrize("kind", ["strategies", "callbacks", "loggers", "launchers"])
 def test_every_built_in_name_can_be_found(kind: str) -> None:
     assert all(isinstance(plugins.find(kind, name), type) for name in plugins.names(kind))
+
+
+def test_the_fork_server_imports_the_modules_of_all_strategies_ahead_of_the_ranks() -> None:
+    assert {plugins.find("strategies", name).__module__ for name in plugins.names("strategies")} <= {*PRELOAD}
 
 
 @pytest.mark.parametrize("name", plugins.names("strategies"))
