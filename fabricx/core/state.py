@@ -69,7 +69,7 @@ _FIRST_STAGES: Final[Mapping[TrainerFn | None, RunningStage]] = {
     TrainerFn.FITTING: RunningStage.TRAINING, TrainerFn.VALIDATING: RunningStage.VALIDATING,
     TrainerFn.TESTING: RunningStage.TESTING, TrainerFn.PREDICTING: RunningStage.PREDICTING,
 }  # fmt: skip
-_OF_CALL: Final = ("fn", "status", "cut_short")  # fields that a checkpoint does not contain
+_OF_CALL: Final = ("fn", "status", "cut_short", "failing")  # fields that a checkpoint does not contain
 
 
 class EpochStep(IntEnum):
@@ -122,6 +122,7 @@ class RunState:
         cut_short: the hooks of the epoch's end have run, and not all of its batches are trained.
         fn: newest call of the Trainer.
         status: status of this call.
+        failing: hooks process an error of this call.
     """
 
     phase: Phase = Phase.IDLE
@@ -155,12 +156,13 @@ class RunState:
     cut_short: bool = False
     fn: TrainerFn | None = None
     status: TrainerStatus = TrainerStatus.INITIALIZING
+    failing: bool = False
 
     @property
     def stage(self) -> RunningStage | None:
         """Return the present activity, which a run has from its set-up on; None outside of a run."""
         if self.phase is Phase.IDLE:
-            runs = self.fn is not None and self.status is TrainerStatus.RUNNING
+            runs = self.fn is not None and (self.failing or self.status is TrainerStatus.RUNNING)
             return _FIRST_STAGES[self.fn] if runs else None
         return _STAGES.get(self.phase) or RunningStage(self.phase.value)
 

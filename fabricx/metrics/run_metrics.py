@@ -237,7 +237,8 @@ class RunMetrics:
             ended: the hooks at the end of the epoch have run.
         """
         if self.published.open:
-            self.publish_step()
+            if self._state.batch or not self._strategy.traits.lockstep:  # else the newest step is of an earlier epoch
+                self.publish_step()
             self.published.open = False
         values = self.logbook.epoch_values(ended=ended)
         self.published.take(values, self.logbook, epoch=True)

@@ -107,12 +107,14 @@ def execute(trainer: TrainerInterface, job: Job, world: World, logs: LogSettings
             error.add_note(note)
         for note in notes_on(error, session):
             error.add_note(note)
-        trainer.state.status = TrainerStatus.INTERRUPTED  # for hooks, which read `trainer.interrupted`
+        # For hooks, which read `trainer.interrupted` and `trainer.state.stage`, also of an error in `setup`:
+        trainer.state.status, trainer.state.failing = TrainerStatus.INTERRUPTED, True
         _call(session.hooks.on_exception, error)
         if session.datamodule is not None:
             session.datamodule.on_exception(error)
         raise
     finally:
+        trainer.state.failing = False
         allowed.close()
         _close(session, ending)
 

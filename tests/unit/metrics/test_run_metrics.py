@@ -341,3 +341,26 @@ def test_a_name_of_steps_and_of_the_validation_has_the_value_of_the_validation_u
     assert reads.read == ends[0] + ends[1]
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["epoch=0-shared=-1.ckpt", "epoch=1-shared=-2.ckpt"]
     assert trainer.callback_metrics["shared"] == -2.0
+
+
+class SkipsTheSecondEpoch(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("number", float(batch_idx), on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 1 else None
+
+
+class ReadsNumbers(fx.Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.seen.append(trainer.callback_metrics["number"].item())
+
+
+def test_an_epoch_without_batches_keeps_the_mean_of_the_epoch_before_it(quiet: dict[str, Any]) -> None:
+    reads, loader = ReadsNumbers(), tiny_loader()
+    fx.Trainer(max_epochs=3, callbacks=[reads], **quiet).fit(SkipsTheSecondEpoch(), loader)
+    assert reads.seen == [(len(loader) - 1) / 2] * 3  # not the value of the newest step

@@ -41,6 +41,31 @@ class Reads(Callback):
         }  # fmt: skip
 
 
+class FailsInSetup(Evaluated):
+    def setup(self, stage: str) -> None:
+        raise RuntimeError("mine")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+class ReadsErrors(Callback):
+    def __init__(self) -> None:
+        self.seen: list[tuple[str | None, str]] = []
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.seen.append((trainer.state.stage, trainer.state.status))
+
+
+def test_hooks_read_the_stage_of_an_error_in_setup(quiet: dict[str, Any]) -> None:
+    reads = ReadsErrors()
+    trainer = fx.Trainer(max_epochs=1, callbacks=[reads], **quiet)
+    for run in (trainer.fit, trainer.validate, trainer.test):
+        with pytest.raises(RuntimeError, match="mine"):
+            run(FailsInSetup(), tiny_loader())
+        assert trainer.state.stage is None
+    assert reads.seen == [("train", "interrupted"), ("validate", "interrupted"), ("test", "interrupted")]
+
+
 def test_hooks_and_scripts_read_lightnings_names(quiet: dict[str, Any]) -> None:
     reads, module, loader = Reads(), Evaluated(), tiny_loader()
     trainer = fx.Trainer(max_epochs=1, num_sanity_val_steps=1, callbacks=[reads], **quiet)
