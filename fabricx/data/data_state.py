@@ -6,6 +6,7 @@ The global generators of torch, numpy and python are seeded and saved in `fabric
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
@@ -141,7 +142,12 @@ def equal_states(first: Any, second: Any) -> bool:
         return torch.equal(first.cpu(), second.cpu())
     if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
         return bool(np.array_equal(first, second))
-    return type(first) is type(second) and bool(first == second)
+    if type(first) is not type(second):
+        return False
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):  # its `==` fails if a field is a tensor
+        names = [field.name for field in dataclasses.fields(first)]
+        return all(equal_states(getattr(first, name), getattr(second, name)) for name in names)
+    return bool(first == second)
 
 
 def changes(before: Values, after: Values) -> tuple[Values, Values]:

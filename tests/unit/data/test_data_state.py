@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,12 @@ from fabricx.testing import QUIET
 SAMPLES = 12
 
 
+@dataclass
+class Moments:
+    mean: Tensor
+    count: int
+
+
 @pytest.mark.parametrize(
     ("first", "other", "equal"),
     [
@@ -44,6 +51,8 @@ SAMPLES = 12
         (np.arange(3), np.arange(4), False),
         (1, True, False),
         (None, None, True),
+        (Moments(torch.ones(2), 1), Moments(torch.ones(2), 1), True),
+        (Moments(torch.ones(2), 1), Moments(torch.zeros(2), 1), False),
     ],
 )
 def test_states_are_equal_if_all_their_values_are_equal(first: Any, other: Any, equal: bool) -> None:
