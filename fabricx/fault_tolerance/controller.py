@@ -126,7 +126,7 @@ class ElasticController:
             self._lost = [(since, workers) for since, workers in self._lost if since > self._settled]
             if generation == self._number:
                 self._arrived.add(worker)
-                if self._arrived.issuperset(self._seats):
+                if not self._broken and self._arrived.issuperset(self._seats):
                     self._cuts.clear()
             if step > self._step:
                 if not joins:

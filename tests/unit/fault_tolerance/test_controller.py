@@ -295,6 +295,16 @@ def test_links_cut_by_a_dying_worker_are_not_a_separate_failure(late: bool) -> N
     assert run.failures == ["rank 1 failed: killed"]
 
 
+def test_a_dying_workers_last_step_may_arrive_after_the_notice_that_its_links_were_cut() -> None:
+    """Regression: the step, of a generation in which all workers had trained, made the cut a failure of its own."""
+    run = Workers(ElasticPolicy(tries=1), 2)
+    run.changes.receive(0, WorkerMessage.LINKS_CUT, (0, "reset"))
+    run.changes.receive(1, WorkerMessage.STEP, (0, 3))
+    run.end(1)
+    assert not run.failed
+    assert run.failures == ["rank 1 failed: killed"]
+
+
 def test_links_restored_before_a_worker_dies_are_a_separate_failure() -> None:
     run = Workers(ElasticPolicy(), 2)
     run.changes.receive(0, WorkerMessage.LINKS_CUT, (0, "reset"))
