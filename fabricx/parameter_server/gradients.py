@@ -94,5 +94,19 @@ def clip(gradient: Tensor, kind: str, spans: Iterable[tuple[int, int]], limit: f
         torch._foreach_clamp_max_(pieces, limit)
         return
     norm = sum(float(piece.square().sum()) for piece in pieces) ** 0.5
-    if norm + 1e-6 > limit:  # same epsilon as torch's clip_grad_norm_
-        torch._foreach_mul_(pieces, limit / (norm + 1e-6))
+    if (factor := norm_factor(norm, limit)) != 1.0:
+        torch._foreach_mul_(pieces, factor)
+
+
+def norm_factor(norm: float, limit: float) -> float:
+    """Return the factor of gradients that are clipped to a norm, as torch's `clip_grad_norm_`: NaN for a norm of NaN.
+
+    Args:
+        norm: 2-norm of the gradients.
+        limit: maximum norm.
+
+    >>> norm_factor(0.5, 1.0), norm_factor(float("inf"), 1.0), norm_factor(float("nan"), 1.0)
+    (1.0, 0.0, nan)
+    """
+    factor = limit / (norm + 1e-6)
+    return 1.0 if factor > 1.0 else factor  # `min` would return 1.0 for NaN

@@ -119,6 +119,32 @@ def test_the_gradient_of_an_update_is_clipped(strategy: str, clipping: str) -> N
         assert torch.allclose(a, b, rtol=0.0, atol=1e-10), (name, (a - b).abs().max())
 
 
+class OneNaN(fx.Module):
+    """Two layers with separate losses; only the gradient of the second is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.finite, self.nan = nn.Linear(6, 5).double(), nn.Linear(6, 1).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs = batch[0].double()
+        return self.finite(inputs).pow(2).mean() + (self.nan(inputs) * torch.nan).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+@pytest.mark.parametrize("strategy", [*ON_SERVERS, "optimizer on workers", "async, 1 worker"])
+def test_a_norm_of_nan_makes_all_clipped_gradients_nan_as_in_one_process(strategy: str) -> None:
+    """Regression: on servers, gradients without NaN were not clipped at all, and their weights took a whole step."""
+    make, devices = STRATEGIES[strategy]
+    module = OneNaN()
+    trainer = fx.Trainer(devices=devices, strategy=make(), max_steps=1, gradient_clip_val=LIMIT, **QUIET)
+    trainer.fit(module, DataLoader(layered_data(12), 12 // devices))
+    assert all(bool(parameter.isnan().all()) for parameter in module.parameters())
+
+
 class Pulled(fx.Module):
     """A module with a gradient far above any limit, equal for all samples."""
 

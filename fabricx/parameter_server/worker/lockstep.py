@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from fabricx.distributed.activity import heartbeat
 from fabricx.distributed.activity.message_counts import MessageCounts
 from fabricx.distributed.world import World
+from fabricx.parameter_server.gradients import norm_factor
 from fabricx.parameter_server.wire.messages import Push, Settings
 from fabricx.parameter_server.wire.powersgd import LowRank
 from fabricx.parameter_server.worker.client import Client
@@ -172,7 +173,7 @@ class ServerStep(Lockstep[Client]):
         self._push()
         with self._awaiting_workers():
             norm = self.exchange.norm(self._clock, clipped)
-        self._scales.append((clipped, min(1.0, max_norm / (norm + 1e-6))))  # same epsilon as torch's clip_grad_norm_
+        self._scales.append((clipped, norm_factor(norm, max_norm)))
         return torch.tensor(norm)
 
     def clip_value(self, parameters: Iterable[Tensor], limit: float) -> bool:

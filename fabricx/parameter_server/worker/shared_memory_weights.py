@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fabricx.distributed.shared_memory.group import RemappableBuffer
 from fabricx.distributed.world import World
-from fabricx.parameter_server.gradients import add_up
+from fabricx.parameter_server.gradients import add_up, norm_factor
 from fabricx.parameter_server.optimizer_parts import Hyperparameters, ServerOptimizers, pack, sliced
 from fabricx.parameter_server.wire.messages import Settings
 from fabricx.parameter_server.wire.partition import Shard, divide
@@ -145,8 +145,8 @@ class SharedWeights(Lockstep[SharedMemorySum]):
         gradients = self._gradients_of(parameters)
         squares = self.exchange.gather(sum(float(gradient.square().sum()) for gradient in gradients))
         norm = sum(squares) ** 0.5
-        if gradients and norm + 1e-6 > max_norm:  # same epsilon as torch's clip_grad_norm_
-            torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
+        if gradients and (factor := norm_factor(norm, max_norm)) != 1.0:
+            torch._foreach_mul_(gradients, factor)
         return torch.tensor(norm)
 
     def clip_value(self, parameters: Iterable[Tensor], limit: float) -> bool:
