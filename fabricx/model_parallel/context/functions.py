@@ -135,8 +135,13 @@ class ContextFunctions(TorchFunctionMode):
         Args:
             tensor: indexed tensor.
             index: its index.
+
+        Raises:
+            ValueError: the index selects positions of a shard, such as `x[:, -1:]`.
         """
         if id(tensor) not in self._tables:
+            if self.within and (dims := _selected(tensor, index)):
+                self._check_positions("an index", "selects", tensor.shape, dims)
             return tensor[index]
         indices = list(index) if isinstance(index, tuple) else [index]
         begins = 0  # dims of the table before the index
@@ -243,7 +248,8 @@ class ContextFunctions(TorchFunctionMode):
         """Refuse a function that combines positions of the sequence, if the trial does not show that it may.
 
         The trial shows it for functions that it has called, but for scans, such as a `cumsum` that counts the tokens of
-        an expert: their result may be used for few samples only.
+        an expert: their result may be used for few samples only. Functions that select positions may be right for the
+        length of the trial only: the last position is the last one of each shard, if a shard ends with repeats.
 
         Args:
             function: combines elements along dimensions, such as `sum`.
@@ -256,25 +262,28 @@ class ContextFunctions(TorchFunctionMode):
         """
         tensor = args[0] if args else options.get("input")
         if self.within and isinstance(tensor, Tensor):
-            name, shape = function.__name__, tensor.shape
             dims = _dims(tensor, position, args, options, default)
-            if self.in_trial:
-                self._combined.add((name, len(shape), dims))
-                self._combined.update((name, len(shape), dim, shape[dim]) for dim in dims or ())
-            if self.shard is not None and self._combines_positions(name, shape, dims):
-                raise ValueError(
-                    f"{name} within a block combines positions of the sequence, of which a shard does not have all"
-                    f"{'' if self.in_trial else ', and the trial run before training has not called it'}: compute it "
-                    "before or after the blocks, choose other blocks, or use strategy=tensor"
-                )
+            verb = "selects" if function.__name__ in _SELECTIONS else "combines"
+            self._check_positions(function.__name__, verb, tensor.shape, dims)
         return function(*args, **options)
+
+    def _check_positions(self, name: str, verb: str, shape: torch.Size, dims: tuple[int, ...] | None) -> None:
+        if self.in_trial:
+            self._combined.add((name, len(shape), dims))
+            self._combined.update((name, len(shape), dim, shape[dim]) for dim in dims or ())
+        if self.shard is not None and self._combines_positions(name, shape, dims):
+            raise ValueError(
+                f"{name} within a block {verb} positions of the sequence, of which a shard does not have all"
+                f"{'' if self.in_trial else ', and the trial run before training has not called it'}: compute it "
+                "before or after the blocks, choose other blocks, or use strategy=tensor"
+            )
 
     def _combines_positions(self, name: str, shape: torch.Size, dims: tuple[int, ...] | None) -> bool:
         """Return whether a function combines positions of the sequence, which the trial does not show to be right."""
         assert self.shard is not None
         ndim, local = len(shape), self.shard.local
         if self.in_trial:
-            return name in _SCANS and any(
+            return name in (*_SCANS, *_SELECTIONS) and any(
                 shape[dim] % local == 0 and (name, ndim, dim, shape[dim] // local * self.shard.length) in self._combined
                 for dim in dims or ()
             )
@@ -404,11 +413,37 @@ def _dims(
     dims = next((options[name] for name in ("dim", "axis", "dims") if name in options), dims)
     if isinstance(dims, Tensor):  # such as `torch.max(x, y)`
         return ()
-    if len(args) > 2 and all(type(dim) is int for dim in args[1:]) and position == 1:  # such as `x.flip(0, 1)`
+    if len(args) > 2 and all(type(dim) is int for dim in args[1:]) and (position, default) == (1, None):
+        # such as `x.flip(0, 1)`
         dims = args[1:]
     if isinstance(dims, bool) or not isinstance(dims, (int, tuple, list)):
         return None
     return tuple(sorted(dim % max(1, tensor.dim()) for dim in ([dims] if isinstance(dims, int) else dims)))
+
+
+def _selected(tensor: Tensor, index: Any) -> tuple[int, ...]:
+    """Return the dimensions of which an index selects elements by their number, from 0."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    widths = [
+        0 if entry is None or isinstance(entry, bool)
+        else entry.dim() if isinstance(entry, Tensor) and entry.dtype is torch.bool
+        else 1
+        for entry in entries
+    ]  # fmt: skip
+    dims, dim = list[int](), 0
+    for number, (entry, width) in enumerate(zip(entries, widths, strict=True)):
+        if entry is Ellipsis:
+            dim = tensor.dim() - sum(widths[number + 1 :])
+            continue
+        bounds = (entry.start, entry.stop, entry.step) if isinstance(entry, slice) else ()
+        if type(entry) is int or (
+            bounds
+            and all(bound is None or type(bound) is int for bound in bounds)
+            and len(range(tensor.shape[dim])[entry]) < tensor.shape[dim]
+        ):
+            dims.append(dim)
+        dim += width
+    return tuple(dims)
 
 
 def _combination(
@@ -430,6 +465,9 @@ _MULTI_HEAD: Final = (
     "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias",
 )  # fmt: skip
 _SCANS: Final = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
+_SELECTIONS: Final = (
+    "an index", "select", "narrow", "chunk", "split", "split_with_sizes", "tensor_split", "unbind",
+)  # fmt: skip
 _COMBINING: Final[dict[str, tuple[int, int | None]]] = {  # index of the argument `dim`, and its default
     **dict.fromkeys(
         (*_SCANS, "sum", "mean", "prod", "nansum", "nanmean", "std", "var", "std_mean", "var_mean", "median",
@@ -439,6 +477,8 @@ _COMBINING: Final[dict[str, tuple[int, int | None]]] = {  # index of the argumen
     **dict.fromkeys(("norm", "quantile", "nanquantile", "roll"), (2, None)),
     **dict.fromkeys(("sort", "argsort", "mode"), (1, -1)),
     **dict.fromkeys(("topk", "kthvalue", "diff"), (2, -1)),
+    **dict.fromkeys(("select", "narrow", "unbind"), (1, 0)),
+    **dict.fromkeys(("chunk", "split", "split_with_sizes", "tensor_split"), (2, 0)),
 }  # fmt: skip
 _RULES: Final[dict[Any, Callable[..., Any]]] = {
     F.scaled_dot_product_attention: ContextFunctions.attention,

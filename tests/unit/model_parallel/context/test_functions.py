@@ -158,6 +158,29 @@ def test_functions_over_positions_are_refused_unless_the_trial_shows_that_they_a
         assert whole.mean(1).shape == (2, 3)
 
 
+def test_selections_of_positions_are_refused_even_if_they_are_right_for_the_length_of_the_trial() -> None:
+    """Regression: with repeats at the end of each shard, as at 5, 6 and 9 positions, the last position was right."""
+    mode, shard, whole, heads = within(), torch.ones(2, 4, 3), torch.ones(2, 8, 3), torch.ones(2, 6, 4, 3)
+    mode.within = mode.in_trial = True
+    with mode:
+        mode.shard = None
+        _ = whole[:, -1:], whole[..., 0, None, :], whole.select(1, 0), whole.narrow(1, 0, 4), whole.chunk(2, 1)
+        _ = whole.split(4, 1), whole.unbind(1), heads[:, :2], whole[..., :2], whole[0], whole[:, :8]
+        mode.shard = SHARD
+        _ = heads[:, :2], shard[..., :2], shard[0], shard[:, :8], shard[:, None, :, -1], shard[shard > 0]
+        for function in (
+            lambda: shard[:, -1:], lambda: shard[..., 0, None, :], lambda: shard.select(1, 0),
+            lambda: shard.narrow(1, 0, 4), lambda: shard.chunk(2, 1), lambda: shard.split(4, 1),
+            lambda: shard.unbind(1),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match="within a block selects positions of the sequence, of which a shard"):
+                function()
+        mode.in_trial = False
+        _ = shard[..., :2], shard[0], shard[:, :4], heads[:, :2]
+        with pytest.raises(ValueError, match=r"an index .* and the trial run before training has not called it"):
+            _ = torch.ones(2, 4)[:, 1:]
+
+
 def test_a_tensor_of_different_positions_is_not_read() -> None:
     mode, table = within(), torch.zeros(4)
     mode.stale = {id(table): "blocks.0.positions"}
