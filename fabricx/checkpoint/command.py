@@ -165,6 +165,7 @@ def _export(checkpoints: list[Path], target: Path | None) -> int:
         )
         return 1
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from fabricx.checkpoint.reader import load, weights_of
@@ -186,7 +187,11 @@ def _export(checkpoints: list[Path], target: Path | None) -> int:
             file=sys.stderr,
         )
         return 1
-    save_file(weights, target, metadata={"format": "pt"})
+    try:
+        save_file(weights, target, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        print(f"error: {target} can't be written: {error}", file=sys.stderr)
+        return 1
     left = f"; omitted states that are no tensors: {', '.join(others)}" if others else ""
     print(f"{len(weights)} tensors: {target}{left}")
     return 0

@@ -157,6 +157,8 @@ def _message(error: Exception, composition: Composition, arguments: Sequence[str
         return f"error: {explain(error, composition, arguments)}"
     if isinstance(error, OSError) and not in_task and error.filename:
         return f"error: {error.filename}: {error.strerror}; start in another folder, or set hydra.run.dir=FOLDER"
+    if isinstance(error, PermissionError) and error.filename and not _place(error):
+        return f"error: {error.filename}: {error.strerror}"
     if isinstance(error, yaml.YAMLError):
         return f"error: {error}"
     if isinstance(error, SyntaxError):

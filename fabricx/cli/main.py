@@ -114,23 +114,25 @@ prints a message when the workers train.
 HELP = """\
 fabricx: training for PyTorch, distributed by a single setting
 
-  fabricx fit          train; without arguments, on handwritten digits in a single process
-  fabricx validate     validate a checkpoint:  fabricx validate ckpt_path=runs/.../checkpoints/last.ckpt
-  fabricx test         test a checkpoint
-  fabricx predict      write a checkpoint's predictions to predictions.pt in the run's folder
-  fabricx plan         print how a mesh divides the module over the ranks, without training
-  fabricx simulate     predict the step of a transformer on meshes of up to thousands of devices, without any of them
-  fabricx resume       continue a stopped run:  fabricx resume runs/... [trainer.max_epochs=20]
-  fabricx scale        change the number of workers of a run in progress:  fabricx scale runs/... 3
-  fabricx report       report a run as tables and as an HTML page; compare the runs of a sweep's folder
-  fabricx status       print the ranks of a run, with the newest step and last heartbeat of each
-  fabricx checkpoint   list, verify, or export checkpoints to safetensors
-  fabricx doctor       print versions, devices and a communication test, for bug reports
+  fabricx fit         train; without arguments, on handwritten digits
+  fabricx validate    validate a checkpoint
+  fabricx test        test a checkpoint
+  fabricx predict     write a checkpoint's predictions to predictions.pt
+  fabricx plan        print how a mesh divides the module, without training
+  fabricx simulate    predict the step of a transformer on many devices
+  fabricx resume      continue a stopped run
+  fabricx scale       change the number of workers of a run in progress
+  fabricx report      report a run as tables and an HTML page; compare a sweep
+  fabricx status      print the ranks of a run, with their last heartbeats
+  fabricx checkpoint  list, verify, export and import checkpoints
+  fabricx doctor      print versions, devices and a communication test
 
 Try:
   fabricx fit strategy=ddp trainer.devices=2
-  fabricx fit experiment=charlm
-  fabricx fit --help                     print all groups and keys
+  fabricx test ckpt_path=last
+  fabricx resume runs/2026-01-31_12-00-00-abcdef trainer.max_epochs=20
+  fabricx report runs/2026-01-31_12-00-00-abcdef
+  fabricx fit --help       all groups and keys; COMMAND --help for the others
 """
 
 
@@ -140,7 +142,21 @@ def main() -> None:
     Raises:
         SystemExit: the command is unknown, or has failed; with its exit code.
     """
-    arguments = sys.argv[1:]
+    try:
+        _main(sys.argv[1:])
+    except KeyboardInterrupt:  # before a run handles Ctrl-C: most of a second, while libraries are imported
+        if os.environ.get(ALL_FRAMES):
+            raise
+        print("\ninterrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    except PermissionError as error:
+        if os.environ.get(ALL_FRAMES):
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _main(arguments: list[str]) -> None:
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         print(HELP)
         return
@@ -158,9 +174,12 @@ def main() -> None:
         print(f"error: there is no command {command!r}.{hint}\n  known: {', '.join(COMMANDS)}", file=sys.stderr)
         raise SystemExit(1)
     if command == "doctor":
+        if arguments[1:] and arguments[1] not in ("-h", "--help"):
+            print(f"error: fabricx doctor takes no arguments, but got: {shlex.join(arguments[1:])}", file=sys.stderr)
+            raise SystemExit(1)
         if arguments[1:]:
             print(DOCTOR_HELP)
-            raise SystemExit(arguments[1] not in ("-h", "--help"))
+            raise SystemExit(0)
         from fabricx.cli.doctor import examine
 
         raise SystemExit(examine())

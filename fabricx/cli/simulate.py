@@ -133,11 +133,10 @@ def _settings(arguments: Sequence[str]) -> dict[str, str]:
     settings: dict[str, str] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        if not equals or key not in KEYS:
-            raise ValueError(
-                f"{argument!r} is not a setting of the form KEY=VALUE.{did_you_mean(key, KEYS)}"
-                f"\n  known: {', '.join(KEYS)}"
-            )
+        if key not in KEYS:
+            raise ValueError(f"there is no setting {key!r}.{did_you_mean(key, KEYS)}\n  known: {', '.join(KEYS)}")
+        if not equals:
+            raise ValueError(f"{key} has no value: write {key}=VALUE")
         if key in settings:
             raise ValueError(f"{key} is set twice: remove one of the two")
         settings[key] = value

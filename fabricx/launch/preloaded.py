@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
+import sys
 from multiprocessing import forkserver
 from typing import Any, Final
 
 from fabricx import plugins
 
 PRELOAD: Final = [
-    "torch", "torch.distributed", "torch._dynamo", "torch.optim", "fabricx.trainer.trainer",
+    "fabricx.launch.preloaded", "torch", "torch.distributed", "torch._dynamo", "torch.optim", "fabricx.trainer.trainer",
     *plugins.modules("strategies"), "fabricx.launch.fork_server",
 ]  # fmt: skip
 
@@ -27,3 +29,8 @@ def start() -> None:
     """Start this process's fork server, and do not wait until it has imported torch."""
     if context().get_start_method() == "forkserver":
         forkserver.ensure_running()
+
+
+if "multiprocessing.forkserver" in " ".join(sys.orig_argv):  # this is a fork server, which imports PRELOAD
+    # A terminal sends Ctrl-C to it, too; multiprocessing ignores the signal only after the imports, which take seconds.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

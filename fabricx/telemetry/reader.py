@@ -152,10 +152,11 @@ def check_run(run_dir: Path) -> None:
         run_dir: the run's folder.
 
     Raises:
-        NotARun: the folder does not exist or has no records.
+        NotARun: the path is not a folder, or the folder has no records.
     """
     if not run_dir.is_dir():
-        raise NotARun(f"{run_dir} does not exist: pass the folder of a run, such as runs/2026-01-31_12-00-00-abcdef")
+        fault = "is a file" if run_dir.exists() else "does not exist"
+        raise NotARun(f"{run_dir} {fault}: pass the folder of a run, such as runs/2026-01-31_12-00-00-abcdef")
     if any((run_dir / FOLDER).glob("*.jsonl")):
         return
     runs = sorted(path.parent for path in run_dir.glob(f"*/{FOLDER}"))

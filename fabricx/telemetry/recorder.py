@@ -276,7 +276,7 @@ class Recorder(NoopRecorder):
         self._logs.close()
         self._write()
         self._write_rest()
-        self._file.write("end", ending=ending, step=self._step)
+        self._file.write("end", ending=ending, step=self._step, memory_mib=round(_memory_mib(), 1))
         self._file.close()
 
     # -- in the writing thread ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -69,6 +70,8 @@ def load_run(run_dir: Path) -> LoadedRun:
     Raises:
         NotARun: the folder has no records.
     """
+    if (run_dir / FOLDER).is_dir():
+        os.listdir(run_dir / FOLDER)  # an error without the right to read it, where `glob` finds nothing
     if not any((run_dir / FOLDER).glob("worker*.jsonl")) and files_of(run_dir):
         return _logged_run(run_dir)
     check_run(run_dir)

@@ -288,7 +288,10 @@ class Run:
 
     def _end(self, record: Record) -> None:
         if "rank" in record:
-            self._rank(record).ending = record["ending"]
+            _check_numbers(record, "memory_mib")
+            rank = self._rank(record)
+            rank.ending = record["ending"]
+            rank.most_mib = max(rank.most_mib, record.get("memory_mib", 0.0))
             self._history.end(record["rank"], record["at"])
 
     def _metrics(self, record: Record) -> None:

@@ -47,3 +47,12 @@ def test_complex_numbers_in_double_precision_are_kept_and_an_export_of_them_is_r
         assert torch.equal(loaded[name], weight)
     assert main(["export", str(path)]) == 1
     assert "safetensors has no complex128, which is the type of a, b, c, d" in capsys.readouterr().err
+
+
+def test_an_export_into_a_missing_folder_is_an_error_that_names_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = checkpoint.save(tmp_path / "one.ckpt", {"strategy": {"module": {"a": torch.ones(1)}}, "hparams": {}}, {})
+    target = tmp_path / "missing" / "weights.safetensors"
+    assert main(["export", str(path), str(target)]) == 1
+    assert f"error: {target} can't be written: " in capsys.readouterr().err

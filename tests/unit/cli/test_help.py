@@ -10,7 +10,7 @@ import pytest
 
 from fabricx.cli.help import explained_argument
 from fabricx.cli.hydra_app import run_app
-from fabricx.cli.main import main
+from fabricx.cli.main import COMMANDS, HELP, main
 
 NET = """
 class Net:
@@ -93,3 +93,38 @@ def test_a_command_without_a_configuration_prints_its_help(
         main()
     assert not ended.value.code
     assert capsys.readouterr().out.startswith(f"fabricx {command}")
+
+
+def test_the_list_of_commands_is_complete_and_fits_a_terminal() -> None:
+    lines = HELP.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("  fabricx ")][: len(COMMANDS)] == [*COMMANDS]
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (KeyboardInterrupt(), 130, "\ninterrupted\n"),
+        (PermissionError(13, "Permission denied", "locked/run"), 1, "error: locked/run: Permission denied\n"),
+    ],
+)
+def test_ctrl_c_and_an_unreadable_file_end_a_command_without_a_traceback(
+    error: BaseException, status: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(arguments: list[str]) -> None:
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["fabricx", "scale", "runs/x", "2"])
+    monkeypatch.setattr("fabricx.cli.main._scale", fails)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == status
+    assert capsys.readouterr().err == message
+
+
+def test_doctor_refuses_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["fabricx", "doctor", "runs"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert "takes no arguments, but got: runs" in capsys.readouterr().err

@@ -37,7 +37,8 @@ def test_activations_of_32_bits_send_twice_as_much_along_the_tensor_axis():
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("laers=3", "Did you mean 'layers'?"),
+        ("laers=3", "there is no setting 'laers'. Did you mean 'layers'?"),
+        ("layers", "layers has no value: write layers=VALUE"),
         ("layers=0", "layers=0: must be a whole number, 1 or more"),
         ("devices=8,x", "devices=x: must be a whole number"),
         ("tflops=fast", "tflops=fast: must be a positive number"),

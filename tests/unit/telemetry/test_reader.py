@@ -41,6 +41,9 @@ def test_a_folder_without_records_is_an_error_with_the_expected_argument(tmp_pat
         check_run(tmp_path / "nowhere")
     with pytest.raises(NotARun, match="has no records of a run"):
         check_run(tmp_path)
+    (tmp_path / "report.html").touch()
+    with pytest.raises(NotARun, match=r"report\.html is a file: pass the folder of a run"):
+        check_run(tmp_path / "report.html")
     EventFile(tmp_path / "run", "worker 0").close()
     with pytest.raises(NotARun, match=r"it contains runs, such as .*run"):
         check_run(tmp_path)

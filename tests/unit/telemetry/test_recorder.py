@@ -15,6 +15,7 @@ from fabricx.telemetry import recorder
 from fabricx.telemetry.events import EventFile, Span
 from fabricx.telemetry.reader import Files
 from fabricx.telemetry.recorder import Recorder
+from fabricx.telemetry.run import Run
 
 
 class Clock:
@@ -74,7 +75,11 @@ def test_a_lap_is_added_to_its_span_and_waiting_is_counted_separately(tmp_path: 
         pytest.approx({"data": 0.02, "forward": 0.06, "backward": 0.06, "wait": 0.04, "other": 0.01}),
         2,
     )
-    assert [record["ending"] for record in kinds(tmp_path, "end")] == ["success"]
+    [end] = kinds(tmp_path, "end")
+    assert end["ending"] == "success"
+    run = Run()
+    run.feed(Files(tmp_path).new())
+    assert run.ranks[0].most_mib == end["memory_mib"] > 10  # also without a heartbeat, in less than a second
 
 
 def test_a_checkpoint_within_a_validation_is_counted_as_checkpoint_time(tmp_path: Path, clock: Clock) -> None:
