@@ -156,7 +156,7 @@ def prepare() -> None:
     of the workers would be lost with it; it ends with the process that started it. Its forks handle the signals.
     """
     signals.ignore()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by `preloaded`, and in a moment by multiprocessing
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # `preloaded` has ignored it; multiprocessing does next
     os.register_at_fork(after_in_child=signals.restore)
     gc.collect()
     gc.freeze()  # garbage collection in a fork would write to, and thus copy, every page
