@@ -318,6 +318,8 @@ class Run:
     def _event(self, record: Record) -> None:
         _check_text(record, "name", "text")
         _check_numbers(record, "seconds", "steps_again")
+        if "rank" not in record and "step" in record:  # the launching process reads the steps of ranks every 2 s
+            record["step"] = max(record["step"], self.steps)
         self.events.append(record)
 
     def _log(self, record: Record) -> None:

@@ -45,7 +45,8 @@ class Sweep:
 
     Attributes:
         entries: the runs.
-        keys: keys of the configuration whose values differ, or which only some runs have.
+        keys: keys of the configuration whose values differ, or which only some runs have. Runs of the command and of
+            scripts, which record different keys, are compared by values.
         varied: keys with at least two values.
         metrics: names of all metrics.
         monitor: metric by which the runs are ranked; "" if unknown.
@@ -74,19 +75,25 @@ def sweep_of(runs: Sequence[LoadedRun]) -> Sweep:
     configs = [_configuration(loaded.run_dir) for loaded in runs]
     flat = [flatten(config) for config in configs]
     keys = sorted({key for config in flat for key in config if key.rpartition(".")[2] not in _NOT_COMPARED})
-    differ = [key for key in keys if len({config.get(key) for config in flat}) > 1]
+    kinds = [(loaded.run_dir / CONFIG_FILES[0]).is_file() for loaded in runs]
+    alike = [[config for config, kind in zip(flat, kinds, strict=True) if kind is wanted] for wanted in (True, False)]
+    varied = [key for key in keys if len({config[key] for config in flat if key in config}) > 1]
+    differ = [
+        key for key in keys if key in varied or any(len({config.get(key) for config in some}) > 1 for some in alike)
+    ]
     metrics = sorted({name for loaded in runs for name in loaded.run.metrics if name != "epoch"})
     monitor, mode = _monitored(configs, metrics)
     scores = [_last(loaded, monitor) for loaded in runs]
     finite = [score for score in scores if math.isfinite(score)]
     target = (max if mode == "max" else min)(finite, default=math.nan)
     winner = scores.index(target) if finite else -1
-    varied = [key for key in differ if len({config[key] for config in flat if key in config}) > 1]
     names = short_names(varied or differ)
     entries = []
     for index, (loaded, config, score) in enumerate(zip(runs, flat, scores, strict=True)):
         swept = {key: config[key] for key in differ if key in config}
-        label = ", ".join(f"{name}={swept[key]}" for key, name in names.items() if key in swept)[:_MAX_LABEL]
+        label = ", ".join(f"{name}={swept[key]}" for key, name in names.items() if key in swept)
+        if len(label) > _MAX_LABEL:
+            label = f"{label[: _MAX_LABEL - 3]}..."
         entries.append(Entry(loaded, swept, label or loaded.run_dir.name, score, index == winner))
     labels = [entry.label for entry in entries]
     if len(set(labels)) < len(labels):  # repeated values: folders distinguish the runs

@@ -149,6 +149,8 @@ class Timeline:
             at: seconds since 1970.
             activity: one of `OUTSIDE`.
         """
+        if activity == AFTER and not self.activity.bins:  # it ended before the first batch
+            activity = START
         if at > self.until:
             self.activity.spread(self.until, at, activity)
             self.until = at

@@ -96,6 +96,16 @@ def test_recoveries_are_counted_with_their_duration() -> None:
     assert recovery(run).startswith("recovered 2 times, 3 steps trained again, 31.8 s (30.0 s of them until a worker")
 
 
+def test_an_event_of_the_launching_process_has_the_newest_step_of_that_moment() -> None:
+    run = Run()
+    run.feed([
+        record("start", 0, 1.0, size=1), steps_of(0, 1, 21, 2.0, forward=100),
+        record("event", None, 2.5, "launcher", name="death", text="killed", step=7),
+        steps_of(0, 22, 30, 3.0, forward=100),
+    ])  # fmt: skip
+    assert run.events[0]["step"] == 21
+
+
 def test_a_warning_of_several_ranks_is_shown_once_with_the_count() -> None:
     run = Run()
     lines = [record("log", rank, 1.0, level="WARNING", name="a", text="low") for rank in (0, 1, 1)]

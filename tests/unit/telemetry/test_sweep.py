@@ -67,3 +67,20 @@ def test_values_that_only_some_runs_have_are_in_the_table_and_not_in_the_names(t
     assert sweep.keys == ["strategy.bucket_mib", "strategy.name"]
     assert sweep.varied == ["strategy.name"]
     assert [entry.label for entry in sweep.entries] == ["name=ddp", "name=single"]
+
+
+def test_runs_of_the_command_and_of_scripts_are_compared_by_values(tmp_path: Path) -> None:
+    a_run(tmp_path / "0", module={"lr": 0.1}, trainer={"max_epochs": 3, "precision": "32-true"}, seed=0)
+    a_run(tmp_path / "1", module={"lr": 0.1}, trainer={"max_epochs": 4, "precision": "32-true"}, seed=0)
+    a_run(tmp_path / "2", module={"lr": 0.2}, trainer={"max_epochs": 4})
+    (tmp_path / "2" / "config.yaml").rename(tmp_path / "2" / "arguments.yaml")
+    sweep = sweep_of([load_run(run) for run in runs_in(tmp_path)])
+    assert sweep.keys == ["module.lr", "trainer.max_epochs"]
+
+
+def test_a_long_name_of_a_run_ends_with_dots(tmp_path: Path) -> None:
+    for name in ("0", "1"):
+        a_run(tmp_path / name, module={"note": name * 300})
+    for entry in sweep_of([load_run(run) for run in runs_in(tmp_path)]).entries:
+        assert len(entry.label) == 160
+        assert entry.label.endswith("...")

@@ -86,6 +86,17 @@ def test_a_run_accounts_for_all_time_of_each_rank() -> None:
     assert Run().feed([record("start", 0, 1.0), steps_of(0, 1, 3, 2.0, forward=1)]) is None  # training keeps no history
 
 
+def test_a_run_that_ends_before_its_first_batch_has_only_started() -> None:
+    history = History()
+    run = Run(history)
+    run.feed([
+        record("launched", None, 100.0), record("start", 0, 101.0, size=1), record("end", 0, 112.0, ending="stopped"),
+        record("closed", None, 113.0, ending="stopped"),
+    ])  # fmt: skip
+    history.close(run.ended, {0: 112.0}, set(), silent_s=10.0)
+    assert history.timelines[0].totals() == pytest.approx({START: 12.0, AFTER: 1.0})
+
+
 def test_validations_of_a_long_run_are_thinned() -> None:
     history = History()
     for step in range(10_000):
