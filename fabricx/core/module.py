@@ -160,7 +160,8 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         """Gather tensors of all ranks that train different shares of the data; collective.
 
         Args:
-            data: a tensor of shape [...], or a collection of tensors; the same shapes on every rank.
+            data: a tensor of shape [...], or a collection of tensors; the same shapes on every rank. For other shapes
+                and objects: `self.trainer.world.gather_objects`.
             group: None; Lightning's argument for a part of the ranks.
             sync_grads: propagate gradients to the rank of each part.
 
