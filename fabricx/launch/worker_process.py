@@ -17,8 +17,8 @@ _OTHER_SIZE: Final = (
     ", probably by gloo, which ends a process that receives data of another size than it expects (its message, "
     "'op.preamble.length', is above): ranks were in different collectives, or in the same one with tensors of "
     "different shapes. All ranks have to run the same collectives in the same order, and trainer.world.gather_objects "
-    "gathers other shapes; if weights are divided over ranks, each forward contains collectives, so that all ranks have "
-    "to call the module"
+    "gathers other shapes; if weights are divided over ranks, each forward contains collectives, so that all ranks "
+    "have to call the module"
 )
 FORK_S: Final = 5.0  # time for the system to report the end of a killed fork server
 
