@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Literal, final
 
 import torch
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from fabricx.core.tensors.tensor_properties import PROPERTIES
 from fabricx.distributed.world import World
+from fabricx.model_parallel.context.addressed_dims import combined_dims, selected_dims
 from fabricx.model_parallel.context.attention import own_stream, scaled_dot_product_attention, whole_mask
 from fabricx.model_parallel.context.sequence_shard import SequenceShard, gathered
 
@@ -140,7 +141,7 @@ class ContextFunctions(TorchFunctionMode):
             ValueError: the index selects positions of a shard, such as `x[:, -1:]`.
         """
         if id(tensor) not in self._tables:
-            if self.within and (dims := _selected(tensor, index)):
+            if self.within and (dims := selected_dims(tensor, index)):
                 self._check_positions("an index", "selects", tensor.shape, dims)
             return tensor[index]
         indices = list(index) if isinstance(index, tuple) else [index]
@@ -262,7 +263,7 @@ class ContextFunctions(TorchFunctionMode):
         """
         tensor = args[0] if args else options.get("input")
         if self.within and isinstance(tensor, Tensor):
-            dims = _dims(tensor, position, args, options, default)
+            dims = combined_dims(tensor, position, args, options, default)
             verb = "selects" if function.__name__ in _SELECTIONS else "combines"
             self._check_positions(function.__name__, verb, tensor.shape, dims)
         return function(*args, **options)
@@ -403,47 +404,6 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
-
-
-def _dims(
-    tensor: Tensor, position: int, args: Sequence[Any], options: Mapping[str, Any], default: int | None
-) -> tuple[int, ...] | None:  # fmt: skip
-    """Return the dimensions that a function combines, from 0; None for all."""
-    dims = args[position] if len(args) > position else default
-    dims = next((options[name] for name in ("dim", "axis", "dims") if name in options), dims)
-    if isinstance(dims, Tensor):  # such as `torch.max(x, y)`
-        return ()
-    if len(args) > 2 and all(type(dim) is int for dim in args[1:]) and (position, default) == (1, None):
-        # such as `x.flip(0, 1)`
-        dims = args[1:]
-    if isinstance(dims, bool) or not isinstance(dims, (int, tuple, list)):
-        return None
-    return tuple(sorted(dim % max(1, tensor.dim()) for dim in ([dims] if isinstance(dims, int) else dims)))
-
-
-def _selected(tensor: Tensor, index: Any) -> tuple[int, ...]:
-    """Return the dimensions of which an index selects elements by their number, from 0."""
-    entries = list(index) if isinstance(index, tuple) else [index]
-    widths = [
-        0 if entry is None or isinstance(entry, bool)
-        else entry.dim() if isinstance(entry, Tensor) and entry.dtype is torch.bool
-        else 1
-        for entry in entries
-    ]  # fmt: skip
-    dims, dim = list[int](), 0
-    for number, (entry, width) in enumerate(zip(entries, widths, strict=True)):
-        if entry is Ellipsis:
-            dim = tensor.dim() - sum(widths[number + 1 :])
-            continue
-        bounds = (entry.start, entry.stop, entry.step) if isinstance(entry, slice) else ()
-        if type(entry) is int or (
-            bounds
-            and all(bound is None or type(bound) is int for bound in bounds)
-            and len(range(tensor.shape[dim])[entry]) < tensor.shape[dim]
-        ):
-            dims.append(dim)
-        dim += width
-    return tuple(dims)
 
 
 def _combination(
