@@ -152,7 +152,8 @@ def main() -> None:
     except PermissionError as error:
         if os.environ.get(ALL_FRAMES):
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        text = f"{error.filename}: {error.strerror}" if error.filename else error
+        print(f"error: {text}", file=sys.stderr)
         raise SystemExit(1) from None
 
 

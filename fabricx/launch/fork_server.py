@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from fabricx.launch import signals
 from fabricx.launch.module_files import ModuleFiles
+from fabricx.launch.preloaded import serves
 from fabricx.launch.process_settings import ProcessSettings
 
 WAKE_S: Final = 0.5  # seconds between two SIGCONT signals
@@ -162,5 +163,5 @@ def prepare() -> None:
     gc.freeze()  # garbage collection in a fork would write to, and thus copy, every page
 
 
-if "multiprocessing.forkserver" in " ".join(sys.orig_argv):
+if serves():
     prepare()

@@ -31,6 +31,11 @@ def start() -> None:
         forkserver.ensure_running()
 
 
-if "multiprocessing.forkserver" in " ".join(sys.orig_argv):  # this is a fork server, which imports PRELOAD
+def serves() -> bool:
+    """Return whether this process is a fork server, or a fork of one."""
+    return "multiprocessing.forkserver" in " ".join(sys.orig_argv)
+
+
+if serves():  # it imports PRELOAD
     # A terminal sends Ctrl-C to it, too; multiprocessing ignores the signal only after the imports, which take seconds.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
