@@ -242,6 +242,12 @@ ASYNCHRONOUS: Final = RefuseCollectives(
     "compute other values in on_train_epoch_end, or use strategy=ddp"
 )
 
+FIXED_PARTS: Final = RefuseCollectives(
+    "a collective in training_step with deterministic='elastic': a rank computes one part of the global batch at a "
+    "time, and which parts are computed at the same time depends on the number of ranks, so the weights would too. "
+    "self.log needs no collective; compute other values in on_train_epoch_end, or use strategy=ddp"
+)
+
 
 def without_sample(
     ranks: Collection[int], step: str = "training_step", hooks: str = "on_before_optimizer_step or on_train_epoch_end"

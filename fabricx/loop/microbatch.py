@@ -12,7 +12,7 @@ from torch import Tensor
 from fabricx.core.hook_calls.hooks import call
 from fabricx.core.hook_calls.loss import checked_loss
 from fabricx.data import Microbatch
-from fabricx.distributed.collective_guard import ALL_JOIN, along, without_sample
+from fabricx.distributed.collective_guard import ALL_JOIN, FIXED_PARTS, along, without_sample
 from fabricx.loop.no_batch import no_batch_step
 from fabricx.loop.update import zero_grad
 from fabricx.session.absences import NO_LOSS
@@ -41,7 +41,9 @@ def step_and_backward(
     step = session.training_step if batch is not None else no_batch_step(session)
     if session.staged:
         step = functools.partial(_of_part, session.metrics.logbook, step)
-    if micro.idle:
+    if session.strategy.traits.batch_parts:
+        step = functools.partial(_guarded, FIXED_PARTS, step)
+    elif micro.idle:
         in_step = along(micro.idle) if session.strategy.traits.joint_steps else guard
         step = functools.partial(_guarded, in_step, step)
     return step, functools.partial(_backward, session, micro, batch, guard)

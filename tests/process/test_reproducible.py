@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import fabricx as fx
 from fabricx.callbacks import FaultRecovery
+from fabricx.errors import WorkerFailed
 from fabricx.strategies import FSDP
 from fabricx.testing import QUIET, kill, layered_data
 from tests.soak import params
@@ -177,3 +178,17 @@ def test_random_numbers_of_a_data_set_depend_on_the_batch_and_not_on_the_rank(tm
 def test_a_data_set_with_its_own_generator_is_refused(workers: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"generator would advance on each rank separately: draw from the global"):
         fit_augmented(tmp_path, 1, own_generator=True, workers=workers)
+
+
+class ComparesSamples(Noisy):
+    """A contrastive loss over the samples of all ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs = self.all_gather(self.net(batch[0]), sync_grads=True).flatten()
+        return torch.softmax(outputs, 0).square().sum()
+
+
+def test_a_collective_in_the_step_is_refused(tmp_path: Path) -> None:
+    trainer = fx.Trainer(devices=2, deterministic="elastic", max_epochs=1, default_root_dir=tmp_path, **QUIET)
+    with pytest.raises(WorkerFailed, match="a collective in training_step with deterministic='elastic'"):
+        trainer.fit(ComparesSamples(), DataLoader(layered_data(24), 6))

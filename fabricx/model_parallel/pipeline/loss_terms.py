@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 _Site = tuple[Any, ...]  # function, and calls of the user's code that lead to it
 _Terms = tuple[_Site, Any, Any]  # site, number of terms (a tensor or a number), node of the result in the graph
 _PIPELINE: Final = str(Path(__file__).with_name("stages.py"))
+_PARAMETRIZATIONS: Final = ("torch.nn.utils.parametri", "torch.nn.utils.spectral_norm", "torch.nn.utils.weight_norm")
 _TARGETS: Final = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 _LOSSES: Final = tuple(
     getattr(F, f"{name}{ending}")
@@ -84,8 +85,9 @@ class LossTerms(TorchFunctionMode):
         result = func(*args, **options)
         if func in _RECORDED:
             first = result if isinstance(result, Tensor) else result[0]
-            if first.grad_fn is not None:
-                _RECORDED[func](self, (func.__name__.strip("_"), *_calls()), args, options, first)
+            calls = _calls() if first.grad_fn is not None else None
+            if calls is not None:
+                _RECORDED[func](self, (func.__name__.strip("_"), *calls), args, options, first)
         return result
 
     def _note_targets(self, site: _Site, args: tuple[Any, ...], options: Any, result: Tensor) -> None:
@@ -198,11 +200,16 @@ _RECORDED: Final = (
 )
 
 
-def _calls() -> tuple[Any, ...]:
-    """Return the calls of the user's code that are being executed, from the innermost; alike in each pass of a loop."""
+def _calls() -> tuple[Any, ...] | None:
+    """Return the calls of the user's code that are being executed, from the innermost; alike in each pass of a loop.
+
+    None in a parametrization, such as spectral normalisation, which computes weights and no mean over samples.
+    """
     calls: list[Any] = []
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename != _PIPELINE:
+        if frame.f_globals.get("__name__", "").startswith(_PARAMETRIZATIONS):
+            return None
         calls.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return tuple(calls)

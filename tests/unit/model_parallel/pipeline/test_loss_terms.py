@@ -160,3 +160,13 @@ def test_a_count_changed_in_place_belongs_to_its_microbatch() -> None:
     used = torch.tensor([True, True, False, False])
     with pytest.raises(ValueError, match="is a mean over 4, 2"):
         compute(lambda used: (ERRORS * used).sum() / number.copy_(used.sum()), used | True, used)
+
+
+@pytest.mark.parametrize(
+    "normalise", [torch.nn.utils.spectral_norm, torch.nn.utils.parametrizations.spectral_norm], ids=["old", "new"]
+)
+def test_spectral_normalisation_of_a_layer_before_the_loss_is_no_mean(normalise: Any) -> None:
+    torch.manual_seed(0)
+    # the norm differs between microbatches, by a power iteration in each
+    layers = torch.nn.Sequential(torch.nn.Linear(3, 64), normalise(torch.nn.Linear(64, 64)), torch.nn.Linear(64, 3))
+    compute(lambda target: F.cross_entropy(layers(LOGITS + 1), target), FULL, FULL)
