@@ -1,7 +1,7 @@
 """Two ranks: a plain DDP script under torchrun against `Trainer(devices=2, strategy="ddp")`.
 
 Measured are the time from the start of the command to the end of the first step on rank 0, and that of later steps,
-with 0.3, 1 and 25 MiB of gradients.
+with 0.3, 1 and 25 MiB of gradients. The plain script without a sum of gradients is the limit for any implementation.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def report(ends: list[float]) -> None:
     Path(os.environ["BENCH_OUT"]).write_text(json.dumps({"first": ends[0], "step": step}))
 
 
-def plain(batches: int, width: int) -> None:
+def plain(batches: int, width: int, *, sums: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     whole = data(batches)
-    model = nn.parallel.DistributedDataParallel(net(width))
+    model = nn.parallel.DistributedDataParallel(net(width)) if sums else net(width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     ends = []
     for inputs, labels in DataLoader(whole, 32, sampler=DistributedSampler(whole)):
@@ -97,7 +97,7 @@ def ours(batches: int, width: int) -> None:
 
 def measure(way: str, batches: int, width: int) -> tuple[float, float]:
     """Run a command; return seconds to the end of the first step, and milliseconds of a step."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if way == "plain" else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if way != "ours" else []
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, *launcher, __file__, "--way", way, "--batches", str(batches), "--width", str(width)]
@@ -111,18 +111,24 @@ def measure(way: str, batches: int, width: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--way", choices=["plain", "ours"])
+    parser.add_argument("--way", choices=["plain", "apart", "ours"])
     parser.add_argument("--batches", type=int, default=800)
     parser.add_argument("--width", type=int, default=WIDTHS["0.3"])
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     if args.way:
-        return (plain if args.way == "plain" else ours)(args.batches, args.width)
+        if args.way == "ours":
+            return ours(args.batches, args.width)
+        return plain(args.batches, args.width, sums=args.way == "plain")
 
-    names = {"plain": "a plain DDP script under torchrun", "ours": "fabricx, one log, TensorBoard, checkpoints"}
+    names = {
+        "plain": "a plain DDP script under torchrun",
+        "apart": "the plain script, each rank alone: the limit",
+        "ours": "fabricx, one log, TensorBoard, checkpoints",
+    }
     wanted = {"0.3": 1.0, "1": 0.8, "25": 0.55}
     for mib, width in WIDTHS.items():
-        results: dict[str, list[tuple[float, float]]] = {"plain": [], "ours": []}
+        results: dict[str, list[tuple[float, float]]] = {way: [] for way in names}
         batches = args.batches if width < 1000 else args.batches // 10
         for number in range(args.rounds):
             for way in list(results) if number % 2 == 0 else list(results)[::-1]:
