@@ -86,7 +86,7 @@ def make_feed(
             source, alone, seed + world.rank, limit, fixed=fixed, beside=world.size, weighted=weighted,
             keeps_last=keeps_last,
         )  # fmt: skip
-    return ListFeed(source, world, limit, fixed=fixed, example=example)
+    return ListFeed(source, world, limit, fixed=fixed, example=example, compares=shard)
 
 
 def _check_division(sampler: DistributedSampler[Any], world: World) -> None:

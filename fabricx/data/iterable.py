@@ -24,6 +24,7 @@ from fabricx.data.data_state import (
 from fabricx.data.epochs import set_epoch_of_loader
 from fabricx.data.feed import Feed, Microbatch
 from fabricx.data.leasing import Section
+from fabricx.data.same_batches import advise_on_same_batches, digest_of
 from fabricx.data.stream_draws import Drawn, OwnDraws
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost
@@ -49,12 +50,14 @@ class ListFeed(Feed):
         fixed: pass epoch 0 to `set_epoch` in every epoch.
         example: a rank whose source has ended receives its newest batch in an empty microbatch, so that it can run the
             same collectives.
+        compares: warn if ranks read the same first batch.
     """
 
     exact_position = False
 
     def __init__(
-        self, source: Iterable[Any], world: World, limit: int | float, *, fixed: bool = False, example: bool = False
+        self, source: Iterable[Any], world: World, limit: int | float, *, fixed: bool = False, example: bool = False,
+        compares: bool = False,
     ) -> None:  # fmt: skip
         self._source = source
         self.of_rank = not isinstance(source, (list, tuple))
@@ -63,6 +66,7 @@ class ListFeed(Feed):
         self._fixed = fixed
         self._world = world
         self._limit = limit
+        self._compares = compares and world.size > 1
         self._stateful = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
         self.reads_again = not self._stateful
         self.at_first: dict[str, Any] = self._values()
@@ -171,9 +175,14 @@ class ListFeed(Feed):
         lengths = self._world.gather_objects(self._length()) if self._world.size > 1 else [self._length()]
         data = self._data(first, prefetched=max(lengths) == float("inf"))
         if max(lengths) == float("inf"):
-            yield from self._until_all_end(data, accumulate, first, together=together)
+            yield from self._until_all_end(data, accumulate, epoch, first, together=together)
         else:
-            yield from self._with_lengths(data, [int(length) for length in lengths], accumulate, first)
+            yield from self._with_lengths(data, [int(length) for length in lengths], accumulate, epoch, first)
+
+    def _compare(self, batch: Any, epoch: int, first: int) -> None:
+        """Compare the ranks' first batches of the first epoch; every rank calls it."""
+        if self._compares and not epoch and not first:
+            advise_on_same_batches(self._source, self._world.gather_objects(digest_of(batch)), self._world)
 
     def leased(
         self, dealer: Dealer, section: Section, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0
@@ -195,6 +204,7 @@ class ListFeed(Feed):
         data, index, more = self._data(first, prefetched=True, resumes=resumes), first, True
         done, dropped = 0, dealer.not_used()
         upcoming = self._prefetch(data)
+        digest = None if epoch or first or not self._compares else digest_of(upcoming)
         while more:
             dealer.open(section(done, float("inf")))
             while upcoming is not _NOTHING and (lease := dealer.ask(wait=True)).lease is not None:
@@ -212,14 +222,16 @@ class ListFeed(Feed):
             if upcoming is _NOTHING:
                 dealer.leave_section()
             dealer.within_section = False
-            states = self._world.gather_objects((upcoming is not _NOTHING, -(-index // accumulate), dealer.not_used()))
-            if any(now > dropped for _, _, now in states):  # the lease of a lost link is granted to another worker
+            state = upcoming is not _NOTHING, -(-index // accumulate), dealer.not_used(), digest
+            states, digest = self._world.gather_objects(state), None
+            advise_on_same_batches(self._source, [first_batch for *_, first_batch in states], self._world)
+            if any(now > dropped for _, _, now, _ in states):  # the lease of a lost link is granted to another worker
                 raise PeerLost(
                     "a server was restarted or a link was lost, and the servers have dropped a gradient whose batch no "
                     "other worker can train, because each reads its own stream: resume from the newest checkpoint"
                 )
-            more, before = any(continues for continues, _, _ in states), done
-            done = sum(trained for _, trained, _ in states)
+            more, before = any(continues for continues, *_ in states), done
+            done = sum(trained for _, trained, *_ in states)
             yield Microbatch(
                 None, max(index - 1, 0 if done else -1), 0, 0.0, True, True, not more, 1, empty=True, window_end=index,
                 synchronises=True, done=done, incomplete=more and done == before,
@@ -312,7 +324,7 @@ class ListFeed(Feed):
         return None if self._newest is _NOTHING else self._newest
 
     def _with_lengths(
-        self, data: Iterator[Any], lengths: Sequence[int], accumulate: int, first: int
+        self, data: Iterator[Any], lengths: Sequence[int], accumulate: int, epoch: int, first: int
     ) -> Iterator[Microbatch]:
         total, local = max(lengths), lengths[self._world.rank]
         for index in range(first, total):
@@ -322,6 +334,8 @@ class ListFeed(Feed):
             batches = sum(max(0, min(stop, length) - window) for length in lengths)
             empty = index >= local
             batch = self._along() if empty else self._keep(next(data, _NOTHING))
+            if index == first:
+                self._compare(batch, epoch, first)
             if batch is _NOTHING and self._world.size > 1:
                 empty, batch = True, None  # the loader has ended before its len()
             if batch is _NOTHING:
@@ -362,11 +376,12 @@ class ListFeed(Feed):
             )
 
     def _until_all_end(
-        self, data: Iterator[Any], accumulate: int, first: int, *, together: bool
+        self, data: Iterator[Any], accumulate: int, epoch: int, first: int, *, together: bool
     ) -> Iterator[Microbatch]:  # fmt: skip
         """Yield the batches of a source without a length, then empty batches while other ranks have data."""
         ranks = self._world.size if together else 1
         batch = next(data, _NOTHING)
+        self._compare(batch, epoch, first)
         idle, index = self._idle(batch, ranks), first
         while present := ranks - len(idle):
             empty = batch is _NOTHING

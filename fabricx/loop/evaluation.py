@@ -40,7 +40,7 @@ def evaluate(session: Session, phase: Phase, feeds: Sequence[Feed]) -> list[dict
     before, session.state.phase = session.state.phase, phase
     is_last = session.batch.is_last  # of the training batch, which hooks read after a validation
     batches = 0
-    with session.metrics.evaluation() as logbook:
+    with _no_gradients(session), session.metrics.evaluation() as logbook:
         modes = _to_eval(session, word)
         try:
             _call(session, f"on_{word}_start")
@@ -93,7 +93,8 @@ def validate_in_fit(session: Session) -> None:
         session: the run's session.
     """
     if session.state.judging and not session.state.validating:
-        judge(session)
+        with _no_gradients(session):
+            judge(session)
         return
     several = session.data.several_loaders
     session.data.reload_validation(session.world)
@@ -139,27 +140,26 @@ def _evaluate_batches(session: Session, word: str, number: int, feed: Feed) -> i
     starts, ends = getattr(session.hooks, f"on_{word}_batch_start"), getattr(session.hooks, f"on_{word}_batch_end")
     indices = (number,) if session.data.several_loaders else ()
     logbook = session.metrics.logbook
-    with _no_gradients(session):
-        for micro in _batches(session, feed):
-            passed += 1
-            if micro.empty:
-                _along(session, step, micro, number)
-                continue
-            batch = session.to_device(micro.data, number)
-            session.batch.is_last = micro.last
-            logbook.begin_batch(batch, None if micro.user_batch else micro.size, logbook.batches)
-            in_step, in_hook = _guards(session.sharding, word, micro)
-            with in_hook:
-                for hook in starts:
-                    hook(batch, micro.index, number)
-            with in_step:
-                outputs = step(batch, micro.index, *indices)
-            with in_hook:
-                for hook in ends:
-                    hook(outputs, batch, micro.index, number)
-            if logbook.logs_batches:
-                session.metrics.log_evaluation_batch()
-            logbook.end_batch()
+    for micro in _batches(session, feed):
+        passed += 1
+        if micro.empty:
+            _along(session, step, micro, number)
+            continue
+        batch = session.to_device(micro.data, number)
+        session.batch.is_last = micro.last
+        logbook.begin_batch(batch, None if micro.user_batch else micro.size, logbook.batches)
+        in_step, in_hook = _guards(session.sharding, word, micro)
+        with in_hook:
+            for hook in starts:
+                hook(batch, micro.index, number)
+        with in_step:
+            outputs = step(batch, micro.index, *indices)
+        with in_hook:
+            for hook in ends:
+                hook(outputs, batch, micro.index, number)
+        if logbook.logs_batches:
+            session.metrics.log_evaluation_batch()
+        logbook.end_batch()
     return passed
 
 
@@ -201,6 +201,11 @@ def predict(session: Session, feeds: Sequence[Feed], *, keep: bool) -> list[Any]
     Returns:
         for each loader, pairs (batch index, outputs) of this rank; none on ranks that compute the outputs of others.
     """
+    with _no_gradients(session):
+        return _predict(session, feeds, keep=keep)
+
+
+def _predict(session: Session, feeds: Sequence[Feed], *, keep: bool) -> list[Any]:
     session.check_callbacks()
     before, session.state.phase = session.state.phase, Phase.PREDICT
     session.metrics.collect(None)
@@ -213,25 +218,24 @@ def predict(session: Session, feeds: Sequence[Feed], *, keep: bool) -> list[Any]
         for number, feed in enumerate(feeds):
             loader_outputs: list[Any] = []
             indices = (number,) if session.data.several_loaders else ()
-            with _no_gradients(session):
-                for micro in _batches(session, feed):
-                    if micro.empty:
-                        _along(session, step, micro, number)
-                        continue
-                    batch = session.to_device(micro.data, number)
-                    session.batch.is_last = micro.last
-                    session.batch.indices = feed.indices(micro)
-                    in_step, in_hook = _guards(session.sharding, "predict", micro)
-                    with in_hook:
-                        for hook in session.hooks.on_predict_batch_start:
-                            hook(batch, micro.index, number)
-                    with in_step:
-                        outputs = step(batch, micro.index, *indices)
-                    with in_hook:
-                        for hook in session.hooks.on_predict_batch_end:
-                            hook(outputs, batch, micro.index, number)
-                    if keep and session.world.reports:
-                        loader_outputs.append((micro.index, cpu(outputs)))
+            for micro in _batches(session, feed):
+                if micro.empty:
+                    _along(session, step, micro, number)
+                    continue
+                batch = session.to_device(micro.data, number)
+                session.batch.is_last = micro.last
+                session.batch.indices = feed.indices(micro)
+                in_step, in_hook = _guards(session.sharding, "predict", micro)
+                with in_hook:
+                    for hook in session.hooks.on_predict_batch_start:
+                        hook(batch, micro.index, number)
+                with in_step:
+                    outputs = step(batch, micro.index, *indices)
+                with in_hook:
+                    for hook in session.hooks.on_predict_batch_end:
+                        hook(outputs, batch, micro.index, number)
+                if keep and session.world.reports:
+                    loader_outputs.append((micro.index, cpu(outputs)))
             results.append(loader_outputs)
         session.strategy.synchronize()
         returned = [output for of_loader in results for _, output in of_loader]
@@ -264,15 +268,15 @@ def in_dataset_order(by_rank: Sequence[list[tuple[int, Any]]]) -> list[Any]:
 
 
 def _call(session: Session, name: str) -> bool:
-    """Call a hook of an evaluation, without gradients; returns whether it is overridden."""
+    """Call a hook; returns whether it is overridden."""
     hook: Hook = getattr(session.hooks, name)
     if hook:
-        with _no_gradients(session):
-            call(hook)
+        call(hook)
     return bool(hook)
 
 
 def _no_gradients(session: Session) -> AbstractContextManager[Any]:
+    """Return the context of a whole evaluation; its hooks may call `torch.set_grad_enabled(True)` for the steps."""
     # Inference tensors can't be used outside of inference mode: training reads what a validation has cached or assigned
     # (masks, tables of positions, centroids), and FSDP reuses the tensors of gathered weights; a model-parallel forward
     # moves views of activations between ranks. A first forward creates lazy parameters.

@@ -255,18 +255,22 @@ class Logbook:
         Raises:
             ValueError: an earlier loader has logged this metric object.
         """
-        plain, marked, number = name.partition(_LOADER)
-        shared = {
-            loader for other, (known, _) in self.metrics.objects.items()
-            for _, named, loader in [other.partition(_LOADER)] if known is metric and named and loader != number
-        }  # fmt: skip
-        if marked and shared and series.on_epoch:
+        if self.loader is None or not series.on_epoch:
+            return
+        logged = self.metrics.objects.items()
+        others = {self._loader_of(other) for other, (known, its) in logged if known is metric and its.on_epoch}
+        if shared := {loader for loader in others if loader not in (None, self.loader)}:
             raise ValueError(
-                f"self.log({plain!r}, metric): the same {type(metric).__name__} is logged for the loaders "
-                f"{', '.join(sorted(shared))} and {number}, and its values would mix their samples. Use a metric for "
-                "each loader (an nn.ModuleList with dataloader_idx as the index), or add_dataloader_idx=False for the "
-                "value of all loaders together"
+                f"self.log({name.partition(_LOADER)[0]!r}, metric): the same {type(metric).__name__} is logged for the "
+                f"loaders {', '.join(map(str, sorted(shared)))} and {self.loader}, and its values would mix their "
+                "samples. Use a metric for each loader (an nn.ModuleList with dataloader_idx as the index), or "
+                "the same name and add_dataloader_idx=False for the value of all loaders together"
             )
+
+    def _loader_of(self, name: str) -> int | None:
+        """Return the index of the only loader that logs a name so far; None for a name of several loaders."""
+        plain, _, number = name.partition(_LOADER)
+        return int(number) if number else self.metrics.loaders.get(plain)
 
     def count(self) -> int:
         """Return the number of samples of the batch."""

@@ -93,16 +93,21 @@ def common_size(batch: Any) -> int | None:
     >>> common_size([torch.zeros(3, 2), {"y": torch.zeros(3)}]), common_size([torch.zeros(3), torch.zeros(2)])
     (3, None)
     """
-    sizes = {tensor.shape[0] if tensor.dim() else None for tensor in _tensors(batch)}
+    sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_of(batch)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch.
+
+    Args:
+        value: any nesting of lists, tuples and dicts.
+    """
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple, Mapping)):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
 
 
 def _first_size(value: Any) -> int | None:

@@ -122,6 +122,32 @@ def test_all_hooks_of_an_evaluation_run_without_gradients(inference: bool, quiet
     assert seen == dict.fromkeys((*validated, *tested, *predicted), (False, inference))
 
 
+@pytest.mark.parametrize("hook", ["model_eval", "start", "epoch_start", "batch_start"])
+def test_a_hook_enables_gradients_for_the_steps_of_an_evaluation(hook: str, quiet: dict[str, Any]) -> None:
+    class Forces(TinyModule):
+        """Differentiates by the inputs in each evaluation, as models of energies and forces do."""
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self(batch[0].requires_grad_()).sum().backward()
+            self.log("force", batch[0].grad.norm())
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.validation_step(batch, batch_idx)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self(batch[0]).requires_grad
+
+    for word in ("validation", "test", "predict"):
+        setattr(Forces, f"on_{word}_{hook}", lambda self, *_: torch.set_grad_enabled(True) and None)
+    module, trainer = Forces(), fx.Trainer(max_epochs=1, inference_mode=False, **quiet)
+    trainer.fit(module, tiny_loader(8, 4), tiny_loader(4, 4))
+    assert trainer.global_step == 2
+    assert trainer.callback_metrics["force"] > 0
+    trainer.test(module, tiny_loader(4, 4), verbose=False)
+    assert trainer.predict(module, tiny_loader(4, 4)) == [True]
+    assert torch.is_grad_enabled()
+
+
 class _Caches(TinyModule):
     """Compute a table in the first forward, in the sanity check, and centres in a validation."""
 

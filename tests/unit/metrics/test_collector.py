@@ -244,12 +244,24 @@ def test_a_metric_object_belongs_to_a_single_loader() -> None:
     log(book, metric)
     log(book, metric, name="other")
     log(book, metric, name="step", on_step=True, on_epoch=False)
+    log(book, metric, name="both", indexed=False)
     book.loader = 1
     log(book, torchmetrics.MeanMetric())
     log(book, metric, name="step", on_step=True, on_epoch=False)  # the value of a batch includes no other samples
     log(book, metric, name="both", indexed=False)
     with pytest.raises(ValueError, match=r"the same MeanMetric is logged for the loaders 0 and 1.*nn\.ModuleList"):
         log(book, metric, name="other")
+
+
+def test_a_metric_object_with_a_name_for_each_loader_belongs_to_a_single_loader() -> None:
+    book, metric = logbook(), torchmetrics.MeanMetric()
+    for loader in (0, 1):  # a name of all loaders
+        book.loader = loader
+        log(book, metric, name="all", indexed=False)
+    log(book, metric, name="late", indexed=False)
+    book.loader = 2
+    with pytest.raises(ValueError, match="is logged for the loaders 1 and 2"):
+        log(book, metric, name="own", indexed=False)
 
 
 class _Unknown(torchmetrics.Metric):
