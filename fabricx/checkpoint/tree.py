@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -19,6 +20,9 @@ _ATOMS: Final = (
 
 def split(state: Any) -> tuple[Any, dict[str, Tensor]]:
     """Replace the tensors in nested dicts, lists and tuples by placeholders.
+
+    Named tuples and `defaultdict` stay as they are: objects with their tensors. Other classes derived from dict, list
+    and tuple become a dict, list or tuple if they have tensors.
 
     Args:
         state: nested dicts, lists and tuples.
@@ -45,11 +49,12 @@ def _split(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any
         return {PLACE: key}
     before = len(tensors)
     if isinstance(value, Mapping):
-        if not all(map(is_key, value)):  # one object with its tensors
+        if type(value) is defaultdict or not all(map(is_key, value)):  # one object with its tensors
             return value
-        mapped = {key: _split(item, (*path, escape(str(key))), tensors) for key, item in value.items()}
+        kind = OrderedDict if type(value) is OrderedDict else dict
+        mapped = kind((key, _split(item, (*path, escape(str(key))), tensors)) for key, item in value.items())
         return mapped if len(tensors) > before or type(value) is dict else value
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         items = [_split(item, (*path, str(index)), tensors) for index, item in enumerate(value)]
         if type(value) is list or len(tensors) == before:
             return items if type(value) is list else value
@@ -69,8 +74,8 @@ def join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
     """
     if type(rest) is dict and set(rest) == {PLACE}:
         return tensors[rest[PLACE]]
-    if type(rest) is dict:
-        return {key: join(value, tensors) for key, value in rest.items()}
+    if type(rest) in (dict, OrderedDict):
+        return type(rest)((key, join(value, tensors)) for key, value in rest.items())
     if type(rest) in (list, tuple):
         return type(rest)(join(value, tensors) for value in rest)
     return rest

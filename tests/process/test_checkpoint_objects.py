@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import fabricx as fx
 from fabricx.callbacks import ModelCheckpoint
 from fabricx.errors import WorkerFailed
 from fabricx.fault_tolerance import memory_checkpoint
-from fabricx.strategies import FSDP
+from fabricx.strategies import FSDP, Mesh
 from fabricx.testing import QUIET, Ledger, TinyModule, kill, tiny_loader
 from tests.soak import params
 
@@ -127,3 +128,53 @@ def test_a_restart_from_a_snapshot_reads_the_objects_of_its_own_run(
     assert exact(module)
     assert module.read == 2.0
     assert "all workers restart from step" in capfd.readouterr().err
+
+
+class Means(NamedTuple):
+    """State of a callback."""
+
+    mean: torch.Tensor
+    count: int
+
+
+class KeepsContainers(fx.Callback):
+    """Its state consists of containers with tensors, of classes that plain data has not."""
+
+    def __init__(self) -> None:
+        self.means, self.parts = Means(torch.zeros(1), 0), defaultdict[str, list[torch.Tensor]](list)
+        self.ordered = OrderedDict(first=torch.zeros(1), last=torch.zeros(1))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.means = Means(self.means.mean + 1, self.means.count + 1)
+        self.parts[f"part {self.means.count}"].append(self.means.mean)
+        self.ordered.move_to_end("first")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"means": self.means, "parts": self.parts, "ordered": self.ordered}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.means, self.parts, self.ordered = state_dict["means"], state_dict["parts"], state_dict["ordered"]
+
+
+@pytest.mark.parametrize("strategy", params([Mesh(tensor=2)], [("ddp",), (FSDP(),), (Mesh(pipeline=2),)]))
+def test_containers_of_other_classes_are_resumed(strategy: Any, tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path / "saved")
+    for epochs, call in ((1, {}), (2, {"ckpt_path": "last", "weights_only": False})):
+        callbacks = [keeper := KeepsContainers(), saver]
+        options: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "callbacks": callbacks, "max_epochs": epochs}
+        trainer = fx.Trainer(devices=2, strategy=strategy, default_root_dir=tmp_path, **options)
+        trainer.fit(WideModule(), tiny_loader(), **call)
+    steps = 8 if isinstance(strategy, Mesh) else 4
+    assert (float(keeper.means.mean), keeper.means.count, len(keeper.parts)) == (steps, steps, steps)
+    assert list(keeper.ordered) == ["last", "first"]
+
+
+class WideModule(TinyModule):
+    """Has two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.blocks(inputs))

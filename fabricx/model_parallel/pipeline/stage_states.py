@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ def of_all_stages(state: Any, absent: Collection[str], pipeline: World) -> Any:
 def without(state: Any, absent: Collection[str]) -> Any:
     """Return a state without the entries of dicts whose key is the name of a tensor that this stage does not hold.
 
+    Containers without such an entry are the same objects.
+
     Args:
         state: nested dicts, lists and tuples.
         absent: names of parameters and buffers.
@@ -40,9 +43,11 @@ def without(state: Any, absent: Collection[str]) -> Any:
     {'module': {'a': 1}, 'groups': [['a', 'b']]}
     """
     if isinstance(state, Mapping):
-        return {key: without(value, absent) for key, value in state.items() if key not in absent}
+        kept = {key: without(value, absent) for key, value in state.items() if key not in absent}
+        return state if len(kept) == len(state) and all(state[key] is item for key, item in kept.items()) else kept
     if type(state) in (list, tuple):
-        return type(state)(without(value, absent) for value in state)
+        items = [without(value, absent) for value in state]
+        return state if all(item is value for item, value in zip(items, state, strict=True)) else type(state)(items)
     return state
 
 
@@ -53,10 +58,10 @@ def _merged(trees: Sequence[Any]) -> Any:
     {'a': {'x': 1, 'y': 2}, 'b': 3}
     """
     first = trees[0]
-    if type(first) is dict and set(first) != {tree.PLACE}:
-        dicts = [other for other in trees if type(other) is dict]
+    if type(first) in (dict, OrderedDict) and set(first) != {tree.PLACE}:
+        dicts = [other for other in trees if type(other) is type(first)]
         keys = dict.fromkeys(key for other in dicts for key in other)
-        return {key: _merged([other[key] for other in dicts if key in other]) for key in keys}
+        return type(first)((key, _merged([other[key] for other in dicts if key in other])) for key in keys)
     if type(first) in (list, tuple):
         alike = [other for other in trees if type(other) is type(first) and len(other) == len(first)]
         return type(first)(_merged(values) for values in zip(*alike, strict=True))

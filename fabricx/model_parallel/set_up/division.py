@@ -361,7 +361,7 @@ class Division:
 
 
 def _mapped(value: Any, name: str, known: Mapping[str, Any], convert: Callable[[str, Tensor], Any]) -> Any:
-    """Return a nested state with converted tensors below the names of parameters."""
+    """Return a nested state with converted tensors below the names of parameters; others are the same objects."""
     if isinstance(value, Tensor):
         return convert(name, value) if name else value
     if isinstance(value, Mapping):
@@ -369,7 +369,8 @@ def _mapped(value: Any, name: str, known: Mapping[str, Any], convert: Callable[[
         mapped = {key: _mapped(child, below[key], known, convert) for key, child in value.items()}
         return mapped if any(mapped[key] is not child for key, child in value.items()) else value
     if type(value) in (list, tuple):
-        return type(value)(_mapped(child, name, known, convert) for child in value)
+        items = [_mapped(child, name, known, convert) for child in value]
+        return type(value)(items) if any(item is not child for item, child in zip(items, value, strict=True)) else value
     return value
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import Any
+from collections import OrderedDict, defaultdict
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -57,11 +57,26 @@ def test_a_tensor_keeps_its_memory_but_not_its_graph() -> None:
     assert not tensors["w"].requires_grad
 
 
-def test_a_mapping_of_another_class_becomes_a_dict_only_where_it_has_tensors() -> None:
-    plain, named = OrderedDict(a=1), OrderedDict(a=torch.zeros(1))
-    rest, _ = split({"plain": plain, "named": named})
-    assert rest["plain"] is plain
-    assert type(rest["named"]) is dict
+class Named(NamedTuple):
+    mean: torch.Tensor
+
+
+class Mapped(dict[str, Any]):
+    """A class derived from dict."""
+
+
+def test_containers_of_other_classes_keep_their_class_or_become_plain() -> None:
+    state = {
+        "ordered": OrderedDict(a=torch.zeros(1)), "default": defaultdict(list, a=[torch.zeros(1)]),
+        "named": Named(torch.zeros(1)), "derived": Mapped(a=torch.zeros(1)), "without": Mapped(a=1),
+    }  # fmt: skip
+    rest, tensors = split(state)
+    assert list(tensors) == ["ordered/a", "derived/a"]
+    assert rest["default"] is state["default"]  # objects with their tensors
+    assert rest["named"] is state["named"]
+    joined = join(rest, tensors)
+    assert [type(value) for value in joined.values()] == [OrderedDict, defaultdict, Named, dict, Mapped]
+    assert equal(joined, state)
 
 
 def test_a_missing_tensor_is_an_error() -> None:
