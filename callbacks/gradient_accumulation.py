@@ -39,6 +39,8 @@ class GradientAccumulation(Callback):
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         if not scheduling:
             raise WrongArgument("GradientAccumulation: the schedule is empty; pass a mapping such as {0: 1, 5: 4}")
+        if not isinstance(scheduling, Mapping):
+            raise WrongArgument(f"GradientAccumulation({scheduling!r}): pass a mapping such as {{0: 1, 5: 4}}")
         self.scheduling = dict(sorted((_whole(epoch), _whole(batches)) for epoch, batches in scheduling.items()))
         for epoch, batches in self.scheduling.items():
             if epoch < 0 or batches < 1:

@@ -197,6 +197,10 @@ class DataModule(HyperParameters):
             missing = f"{type(self).__name__!r} object has no attribute {name!r}"
             if reason := self.__dict__.get("_in_workers", {}).get(name):
                 missing += f": it remains in the workers, which have set it ({reason}); read it in hooks, or call setup"
+            elif name in getattr(getattr(type(self).prepare_data, "__code__", None), "co_names", ()):
+                missing += (
+                    ". prepare_data runs in one process of a machine, and its attributes are lost: assign it in setup"
+                )
             raise AttributeError(missing, name=name, obj=self)
 
 

@@ -16,6 +16,7 @@ from fabricx.core.hparams import HyperParameters, of_class
 from fabricx.core.module_hooks import RUN_ATTRIBUTES, ModuleHooks
 from fabricx.core.rank_zero import set_launched_rank
 from fabricx.core.tensors.reductions import Reduction
+from fabricx.errors import WrongArgument
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -143,7 +144,12 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
             dictionary: values by name.
             args: of `log`, after the value.
             options: of `log`.
+
+        Raises:
+            WrongArgument: the values are not those of a dict.
         """
+        if not hasattr(dictionary, "items"):
+            raise WrongArgument(f"self.log_dict got {type(dictionary).__name__}: pass a dict of values by name")
         for name, value in dictionary.items():
             self.log(name, value, *args, **options)
 

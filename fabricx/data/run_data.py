@@ -408,8 +408,9 @@ class RunData:
                 f"a fraction of the batches ({limit}) needs a loader with a length, but {type(source).__name__} has "
                 "none: set a number of batches"
             )
-        if not hasattr(source, "__iter__") or isinstance(source, torch.Tensor):
-            what = "is a batch" if isinstance(source, torch.Tensor) else "is not iterable"
+        text = isinstance(source, (str, bytes))
+        if not hasattr(source, "__iter__") or isinstance(source, torch.Tensor) or text:
+            what = "is a batch" if isinstance(source, torch.Tensor) else "is text" if text else "is not iterable"
             raise WrongArgument(f"{type(source).__name__} {what}: pass a DataLoader or an iterable of batches")
         world = world.axis("data")
         if world.newcomer:  # the ranks that it will join: same number of batches as on the other ranks

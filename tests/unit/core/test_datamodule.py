@@ -99,6 +99,17 @@ class Numbers(torch.utils.data.Dataset[Any]):
         return index
 
 
+def test_an_attribute_that_only_prepare_data_assigns_is_an_error_that_names_setup() -> None:
+    class Prepares(fx.DataModule):
+        def prepare_data(self) -> None:
+            self.rows = [1]
+
+    with pytest.raises(AttributeError, match=r"no attribute 'rows'.*assign it in setup"):
+        _ = Prepares().rows  # as on a rank that has not prepared the data
+    with pytest.raises(AttributeError, match=r"no attribute 'columns'$"):
+        _ = Prepares().columns  # type: ignore[attr-defined]
+
+
 def test_from_datasets_creates_loaders() -> None:
     data = fx.DataModule.from_datasets(Numbers(), [Numbers(), Numbers()], predict_dataset=Numbers(), batch_size=3)
     assert sorted(int(number) for batch in data.train_dataloader() for number in batch) == list(range(6))

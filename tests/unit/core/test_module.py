@@ -187,3 +187,8 @@ def test_two_limits_of_gradients_and_unknown_ways_to_clip_are_refused(
     trainer = fx.Trainer(max_steps=1, **quiet, **options)
     with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
         trainer.fit(Clips(), tiny_loader())
+
+
+def test_values_that_are_no_dict_are_refused_by_log_dict() -> None:
+    with pytest.raises(TypeError, match="log_dict got list: pass a dict"):
+        TinyModule().log_dict([("a", 1.0)])  # type: ignore[arg-type]

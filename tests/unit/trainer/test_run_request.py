@@ -176,6 +176,8 @@ def test_errors_of_wrong_arguments_have_lightnings_exception_types() -> None:
         fx.Trainer(max_epochs=1, **QUIET).fit(trains)
     with pytest.raises(TypeError, match="int is not iterable"):
         fx.Trainer(max_epochs=1, **QUIET).fit(module, 5)
+    with pytest.raises(TypeError, match="str is text: pass a DataLoader"):
+        fx.Trainer(max_epochs=1, **QUIET).fit(module, "data.csv")
 
 
 @pytest.mark.parametrize("base", [fx.Module, fx.LightningModule])
