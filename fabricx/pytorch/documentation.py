@@ -43,7 +43,7 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "optimizer_step": "runs after training_step and backward: `optimizer_closure()` returns the loss",
     "self.log(add_dataloader_idx=False)": "several loaders may share a name: the mean over all; in Lightning an error",
     "self.log of a metric object for several loaders": "an error; in Lightning values include the loaders before",
-    "logger.log_metrics(values) without a step": "a row of step 0; in Lightning's CSVLogger of the number of rows in memory",
+    "logger.log_metrics(values) without a step": "a row of step 0; in Lightning the rows not yet written are counted",
     "self.log twice in a batch, or with accumulation": "a step has the mean of all calls; in Lightning the last",
     "ModelCheckpoint(save_last=True) in a used folder": "replaces last.ckpt; in Lightning writes last-v1.ckpt",
     "ModelCheckpoint without dirpath": "saves in the run's folder; in Lightning in that of the first logger",
