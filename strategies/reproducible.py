@@ -28,7 +28,8 @@ class Reproducible(Strategy, Elastic):
     random seed. Selected by `Trainer(deterministic="elastic")`.
 
     An integer is a multiple of a power of two, which is set from the largest gradient of the parameter in the previous
-    update (at first, in the first part of a batch): elements down to 2**-20 of it keep the precision of float32.
+    update (at first, in the first part of a batch): elements down to 2**-20 of it keep the precision of float32. An
+    infinite element makes the gradient of its whole parameter NaN, as integers have no infinity.
 
     Args:
         parts: parts of each global batch, and the largest number of ranks. Many small parts are slower. Batches of a

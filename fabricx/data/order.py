@@ -234,8 +234,8 @@ class Cut:
         >>> Cut(items=9, batch=4, ranks=2, accumulate=2).leaves_out, Cut(16, 4, ranks=3, began_with=4).leaves_out
         (True, False)
         """
-        windows = {min(self.items, self.global_batch), self.items % self.global_batch} - {0}
-        return any(places // self.ranks <= (self._microbatches(places) - 1) * self.batch for places in windows)
+        windows = {min(self.items, self.global_batch), self.items % self.global_batch}
+        return any(share.idle for places in windows for share in replace(self, items=places).shares())
 
     def batches_before(self, position: int) -> int:
         """Number the microbatches from a position on so that the last has the same number as in a full epoch.

@@ -58,8 +58,8 @@ def dispatch(trainer: TrainerInterface, job: Job) -> Any:
         ValueError: an argument is invalid.
         WorkerFailed: a worker failed, and the run did not recover.
         SystemExit: with code 143, after SIGTERM or a scheduler's notice: when a training run is stopped and saved, or
-            immediately in an evaluation.
-        Interrupted: Ctrl-C in an evaluation, or a KeyboardInterrupt of a hook in this process.
+            immediately in an evaluation. Also a SystemExit of a hook.
+        Interrupted: Ctrl-C in an evaluation, or a KeyboardInterrupt of a hook.
     """
     with _running(trainer, job.stage), contextlib.ExitStack() as stack:
         check_job(job)

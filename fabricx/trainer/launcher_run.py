@@ -127,6 +127,7 @@ def continued(program: Program) -> Iterator[Callable[[Ended], Program | None]]:
             if (
                 isinstance(error, WorkerFailed)
                 and not error.stopping
+                and not isinstance(error.__cause__, (KeyboardInterrupt, SystemExit))  # of a hook
                 and restarts(job, trainer.run_dir, trainer.callbacks, trainer.failure_log, aggregator, error)
             ):
                 job.began_with = ranks_that_began(job)

@@ -64,7 +64,8 @@ def run_in_workers(
 
     Raises:
         WorkerFailed: a worker failed, and the run did not recover.
-        SystemExit: with code 143, after a signal to a rank in an evaluation.
+        SystemExit: of a hook; or with code 143, after a signal to a rank in an evaluation.
+        KeyboardInterrupt: of a hook.
     """
     from fabricx.launch.supervisor import run_workers
     from fabricx.trainer.launcher_run import run_ranks
@@ -101,6 +102,9 @@ def run_in_workers(
             _report_lost_checkpoint(aggregator, error)
             if isinstance(error.__cause__, SystemExit) and error.__cause__.code == TERMINATED:
                 raise Terminated from None  # a signal to a rank has ended an evaluation
+            if isinstance(cause := error.__cause__, (KeyboardInterrupt, SystemExit)):  # of a hook, as in one process
+                error.__cause__ = None
+                raise cause from error
             if not fits and error.__cause__ is None:  # killed: the failure may not recur, unlike an error
                 error.add_remedy(
                     f"{job.stage} does not recover from the failure of a worker: call it again. The weights and "

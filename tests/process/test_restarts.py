@@ -55,6 +55,31 @@ def test_a_connection_error_in_a_hook_of_an_asynchronous_worker_restarts_all_wor
     assert "Connection reset by peer" in failure
 
 
+class Ends(fx.Callback):
+    """Ends the program in a hook of rank 1."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.world.rank == 1:
+            raise self.error
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt("now"), 130), (SystemExit(3), 3)])
+def test_an_exit_in_a_hook_ends_the_program_without_a_restart(
+    error: BaseException, code: int, tmp_path: Path
+) -> None:  # fmt: skip
+    trainer = fx.Trainer(
+        devices=2, max_epochs=1, callbacks=[Ends(error), FaultRecovery()], default_root_dir=tmp_path, **QUIET
+    )
+    with pytest.raises(type(error)) as caught:
+        trainer.fit(TinyModule(), tiny_loader())
+    assert (caught.value.args, caught.value.code) == (error.args, code)  # type: ignore[attr-defined]
+    assert trainer.interrupted
+    assert not trainer.failures
+
+
 class NonFiniteLoss(Ledger):
     """The loss of rank 1 isn't finite at step 4."""
 

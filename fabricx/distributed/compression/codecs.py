@@ -156,6 +156,8 @@ class Float16(Codec):
 class TopK(Codec):
     """Sends the fraction `keep` of the elements with the largest magnitudes, 8 bytes each, at least one element.
 
+    Values are sent in float32, so larger numbers of float64 become infinity.
+
     Sources: Aji & Heafield, EMNLP 2017; Stich et al., "Sparsified SGD with Memory", NeurIPS 2018.
     """
 
@@ -201,6 +203,8 @@ class Sign(Codec):
 class Integers(Codec):
     """Sends each element as a signed integer, relative to the largest magnitude of its block of `BLOCK` elements.
 
+    A block with NaN or infinity becomes NaN. Of a larger number than float32 can scale, error feedback sends the rest.
+
     With error feedback: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014. 4 bits for the weight
     differences of rounds: Douillard et al., arXiv 2501.18512.
 
@@ -230,7 +234,9 @@ class Integers(Codec):
 
     def pack(self, vector: Tensor, raw: Tensor) -> float:
         blocks = _in_blocks(vector)
-        scales = (blocks.abs().amax(1) / self.largest).to(torch.float32).clamp_min_(_SMALLEST)
+        largest = blocks.abs().amax(1)
+        scales = (largest / self.largest).clamp_(_SMALLEST, torch.finfo(torch.float32).max)
+        scales = torch.where(largest.isfinite(), scales, largest).to(torch.float32)
         integers = (blocks / scales[:, None].to(blocks.dtype)).round_().clamp_(-self.largest, self.largest)
         raw[: 4 * len(scales)].copy_(scales.view(torch.uint8))
         raw[4 * len(scales) :].copy_(self._packed(integers.flatten()[: len(vector)].to(torch.int8)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from fabricx import checkpoint
 from fabricx.checkpoint import files, objects
 from fabricx.checkpoint.command import main
 from fabricx.checkpoint.unread import is_unread, name_of
+from fabricx.checkpoint.writer import Writer
 from fabricx.distributed.world import World
 from fabricx.errors import CheckpointError
 from fabricx.testing import QUIET, TinyModule, tiny_loader
@@ -38,6 +39,13 @@ class Table(dict[str, int]):
 
 class Row(list[Any]):
     """A class that is derived from list."""
+
+
+class Moments(NamedTuple):
+    """State of a callback in a class of its own."""
+
+    mean: torch.Tensor
+    count: int
 
 
 class Exploit:
@@ -93,6 +101,26 @@ def test_an_object_keeps_its_identity_within_a_checkpoint(tmp_path: Path) -> Non
     path = checkpoint.save(tmp_path / "one", {"a": loss, "b": [loss]}, {})
     state = checkpoint.load(path, trusted=True)
     assert state["a"] is state["b"][0]
+
+
+@pytest.mark.parametrize("single_file", [False, True], ids=["folder", "file"])
+def test_tensors_in_dicts_and_tuples_of_other_classes_resume_in_these_classes(
+    tmp_path: Path, single_file: bool
+) -> None:  # fmt: skip
+    given = {"default": defaultdict(list, a=[torch.ones(1)]), "named": Moments(torch.ones(2), 3)}
+    ordered = OrderedDict(b=torch.ones(1), a=1)
+    path, writer = tmp_path / "one", Writer(World())
+    writer.begin(path, {"callbacks": {"a": {**given, "ordered": ordered}}}, {}, shown=() if single_file else None)
+    writer.finish()
+    writer.close()
+    state = checkpoint.load(path, trusted=True)["callbacks"]["a"]
+    assert (type(state["ordered"]), list(state["ordered"])) == (OrderedDict, ["b", "a"])
+    assert (state["default"]["a"], state["default"]["new"]) == ([torch.ones(1)], [])
+    assert (state["named"].mean.tolist(), state["named"].count) == ([1.0, 1.0], 3)
+    unread = checkpoint.load(path)["callbacks"]["a"]
+    assert type(unread["ordered"]) is OrderedDict
+    with pytest.raises(CheckpointError, match="Moments, which was not read"):
+        unread["named"].mean  # noqa: B018
 
 
 @pytest.mark.parametrize("value", [np.arange(3.0), Path("a"), Counter("a"), frozenset({1}), np.float32(2)])

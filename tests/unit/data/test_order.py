@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -144,3 +146,11 @@ def _each_rank_knows_which_ranks_have_nothing(
     for shares in zip(*(cut.shares() for cut in cuts), strict=True):
         idle = tuple(rank for rank, share in enumerate(shares) if share.begin == share.end)
         assert {share.idle for share in shares} == {idle}
+
+
+@pytest.mark.parametrize("parts", [0, 1, 3, 8])
+def test_a_cut_that_leaves_out_a_rank_has_an_empty_share(parts: int) -> None:
+    for items, batch, ranks, accumulate, began in itertools.product(range(25), (1, 2, 3), (1, 2, 3), (1, 2), (0, 1, 4)):
+        cuts = [Cut(items, batch, rank, ranks, accumulate, began, parts) for rank in range(ranks)]
+        empty = any(share.begin == share.end for cut in cuts for share in cut.shares())
+        assert cuts[0].leaves_out == empty, cuts[0]

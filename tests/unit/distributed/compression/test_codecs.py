@@ -132,6 +132,17 @@ def test_integers_have_a_scale_for_each_block(kind: str, size: int) -> None:
     assert not bool(received[301:512].any())
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_number_beyond_the_scales_leaves_the_others_of_its_block_finite(kind: str) -> None:
+    gradient, codec = torch.ones(300, dtype=torch.float64), make_codec(kind)
+    gradient[0] = 1e42
+    received = sent(codec, gradient)
+    assert bool(received.isfinite().all())
+    assert float(codec.lost[0] + received[0]) == pytest.approx(1e42)  # error feedback has the rest
+    assert float(codec.lost[1]) == 1.0
+    assert torch.allclose(received[256:], gradient[256:])
+
+
 def test_the_largest_elements_are_sent_unchanged() -> None:
     gradient = torch.arange(100.0) - 50
     received = sent(make_codec("topk", keep=0.05), gradient)
