@@ -123,7 +123,8 @@ class LearningRateMonitor(Callback):
         self.last_momentum_values: dict[str, float | None] = {}
         self.last_weight_decay_values: dict[str, float | None] = {}
         self._every = 0
-        self._logged_step = -1
+        self._logged_step = self._newest_step = -1
+        self._rewinds = 0  # of the loggers, when the step was logged
         self._in_batch = False
 
     def on_train_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
@@ -137,7 +138,7 @@ class LearningRateMonitor(Callback):
         self.last_momentum_values = {f"{name}-momentum": None for name in names}
         self.last_weight_decay_values = {f"{name}-weight_decay": None for name in names}
         self._every = 0 if self.logging_interval == "epoch" else trainer.log_every_n_steps
-        self._logged_step = trainer.global_step
+        self._logged_step = self._newest_step = trainer.global_step
         self._in_batch = False
 
     def _warn_of_zeros(self, trainer: TrainerProtocol) -> None:
@@ -186,19 +187,23 @@ class LearningRateMonitor(Callback):
             self._log_step(trainer)
 
     def _log_step(self, trainer: TrainerProtocol) -> None:
-        step = trainer.global_step + 1
+        step, rewinds = trainer.global_step + 1, trainer.session.metrics.loggers.rewinds
+        if step == self._logged_step and rewinds == self._rewinds:
+            return
         # Several updates in a manual batch may pass a multiple of the interval; a rollback returns to an earlier step.
         before = min(self._logged_step, step - 1)
-        if self._every and step // self._every > before // self._every and step != self._logged_step:
-            self._logged_step = step
-            self._log(trainer, step, "step")
+        if self._every and step // self._every > before // self._every:
+            self._logged_step, self._rewinds = step, rewinds
+            self._log(trainer, step, "step", repeated=step <= self._newest_step)
+            self._newest_step = max(self._newest_step, step)
 
     def on_train_epoch_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         # A batch number above 0 means that the resumed run began this epoch, and logged it.
         if self.logging_interval != "step" and not trainer.state.batch:
             self._log(trainer, trainer.global_step, "epoch")
 
-    def _log(self, trainer: TrainerProtocol, step: int, interval: str) -> None:
+    def _log(self, trainer: TrainerProtocol, step: int, interval: str, *, repeated: bool = False) -> None:
+        """Log the rates; `repeated` if `lrs` has them, and a recovery has discarded their row."""
         due = [
             (optimizer, names)
             for optimizer, names, of_schedule in self._charts(trainer)
@@ -213,7 +218,7 @@ class LearningRateMonitor(Callback):
                 self.last_momentum_values[name] = value
             elif name in self.last_weight_decay_values:
                 self.last_weight_decay_values[name] = value
-            else:
+            elif not repeated:
                 single = name.removesuffix("/pg1")  # its name before other groups were added
                 self.lrs.setdefault(name, self.lrs.pop(single, []) if single != name else []).append(value)
         if values:

@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 
 
 class RunLoggers(Protocol):
-    """The loggers of a run; without effect on ranks that don't write."""
+    """The loggers of a run; without effect on ranks that don't write.
+
+    Attributes:
+        rewinds: how often rows of later steps were discarded, because the run has returned to an earlier step.
+    """
+
+    rewinds: int
 
     def __bool__(self) -> bool: ...
 

@@ -27,6 +27,9 @@ class LoggerDispatcher:
         run_dir: the run's folder; required with loggers.
         recorder: receives the same values.
         recovers: rows of the newest update may come again, since ranks can be replaced.
+
+    Attributes:
+        rewinds: how often rows of later steps were discarded.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class LoggerDispatcher:
         self._loggers = list(loggers)
         self._run_dir = run_dir
         self._lost: dict[int, list[Event]] = {}  # loggers on a full disk, with events that they have not written yet
-        self._recovers = recovers
+        self._recovers, self.rewinds = recovers, 0
         self._rows: list[Row] = []  # of the newest weight update
         self._again: list[Row] = []  # rows that are written and may come again
         for logger in self._loggers:
@@ -117,6 +120,7 @@ class LoggerDispatcher:
         Args:
             step: number of the weight update.
         """
+        self.rewinds += 1
         self.each(lambda logger: logger.rewind(step))
         self._recorder.rewind(step)
         self._rows, self._again = [], []

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import fabricx as fx
 from fabricx import checkpoint
-from fabricx.callbacks import ModelCheckpoint
+from fabricx.callbacks import FaultRecovery, LearningRateMonitor, ModelCheckpoint
 from fabricx.loggers import CSVLogger, JSONLogger, TensorBoardLogger
-from fabricx.strategies import DDP
-from fabricx.testing import Ledger, kill
+from fabricx.strategies import DDP, FSDP
+from fabricx.testing import QUIET, Ledger, TinyModule, kill, tiny_loader
 from tests.soak import params
 
 from .ledgers import BATCH, EPOCHS, SAMPLES, STEPS, train
@@ -98,3 +98,20 @@ def test_a_replacement_of_the_main_rank_logs_to_the_same_folder(tmp_path: Path) 
     with (tmp_path / "csv" / "version_0" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows if row["loss"]] == list(range(1, STEPS + 1))
+
+
+def test_a_learning_rate_is_logged_again_after_a_recovery_that_discards_its_row(tmp_path: Path) -> None:
+    """The main rank keeps its process, and had logged the rate of the interrupted batch."""
+    monitor, fault = LearningRateMonitor("step"), kill(rank=1).during("backward", step=5)
+    trainer = fx.Trainer(
+        devices=2, strategy=FSDP(), max_epochs=1, log_every_n_steps=1, default_root_dir=tmp_path,
+        callbacks=[monitor, fault, FaultRecovery(every_n_train_steps=1)],
+        **{**QUIET, "logger": CSVLogger(tmp_path)},
+    )  # fmt: skip
+    trainer.fit(TinyModule(), tiny_loader(32, 2))
+    assert len(trainer.failures) == 1
+    rows = list(csv.DictReader(next(tmp_path.rglob("metrics.csv")).read_text().splitlines()))
+    steps = [int(row["step"]) for row in rows if row.get("lr-SGD")]
+    assert steps == list(range(1, 9))
+    [logged] = [c for c in trainer.callbacks if isinstance(c, LearningRateMonitor)]
+    assert [len(rates) for rates in logged.lrs.values()] == [8]
