@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import enum
+import functools
 import pathlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from fabricx.errors import PossibleUserWarning
 from fabricx.model_parallel.nested import children, with_children
 
 _PLAIN: Final = (
@@ -113,9 +116,10 @@ def shares(parts: Sequence[Any], weight: Callable[[Any], float] | None = None) -
 def joined(outputs: Sequence[Any], rows: Sequence[int | None], shares: Sequence[float]) -> Any:
     """Join the results of a step for the microbatches of a batch.
 
-    Tensors with the rows of their microbatch are concatenated. Other floating-point tensors are averaged by the parts
-    of the microbatches in the batch, so that the loss is that of the batch; the loss of a microbatch of weight 0 may be
-    NaN. Other values are from the first microbatch.
+    Tensors and lists with the rows of their microbatch are concatenated, and its number of samples is added up. Other
+    floating-point values are averaged by the parts of the microbatches in the batch, so that the loss is that of the
+    batch; the loss of a microbatch of weight 0 may be NaN. Other values are from the first microbatch, with a warning
+    if they differ.
 
     Args:
         outputs: outputs by microbatch; None for a microbatch without a loss.
@@ -136,27 +140,65 @@ def joined(outputs: Sequence[Any], rows: Sequence[int | None], shares: Sequence[
     weights = [shares[number] for number in numbers]
     total = sum(weights)
     weights = [weight / total if total else 1.0 / len(numbers) for weight in weights]
-    return _joined_leaf([outputs[number] for number in numbers], sizes, weights)
+    differing: list[str] = []
+    whole = _joined_leaf([outputs[number] for number in numbers], sizes, weights, "", differing)
+    if differing:
+        warnings.warn(
+            f"training_step returns {', '.join(differing)} with other values for each microbatch of a pipeline, so "
+            "hooks receive the first of them: return a tensor or a list with an item for each sample, a mean as a "
+            "floating-point number, or set microbatches=1",
+            PossibleUserWarning,
+            stacklevel=2,
+        )
+    return whole
 
 
-def _joined_leaf(values: list[Any], sizes: Sequence[int | None], weights: Sequence[float]) -> Any:
+def _joined_leaf(
+    values: list[Any], sizes: Sequence[int | None], weights: Sequence[float], name: str, differing: list[str]
+) -> Any:  # fmt: skip
+    """Join the values of an entry; adds the name of an entry that can't be joined to `differing`."""
     first = values[0]
     if isinstance(first, Tensor):
-        tensors = [value.detach() for value in values]
-        if len(tensors) == 1:
-            return tensors[0]
-        if all(tensor.dim() and tensor.shape[0] == size for tensor, size in zip(tensors, sizes, strict=True)):
-            return torch.cat(tensors)
-        if first.is_floating_point() and all(tensor.shape == first.shape for tensor in tensors):
-            return sum(tensor * weight for tensor, weight in zip(tensors, weights, strict=True) if weight)
-        return tensors[0]
-    inside = children(first)
-    if inside is None or not all(isinstance(value, type(first)) for value in values):
+        values = [value.detach() if isinstance(value, Tensor) else value for value in values]
+        first = values[0]
+    if len(values) == 1:
+        return first
+    if not all(isinstance(value, type(first)) for value in values):
+        differing.append(name)
+        return first
+    if _have_rows(values, sizes):
+        return torch.cat(values) if isinstance(first, Tensor) else [item for value in values for item in value]
+    if isinstance(first, float) or (isinstance(first, Tensor) and first.is_floating_point()):
+        if not isinstance(first, Tensor) or all(value.shape == first.shape for value in values):
+            return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
+    elif isinstance(first, int) and values == list(sizes):
+        return sum(values)
+    inside = None if isinstance(first, Tensor) else children(first)
+    if inside is None:
+        if not all(map(functools.partial(_same, first), values)):
+            differing.append(name)
         return first
     others = [dict(children(value) or ()) for value in values]
     new = {
-        key: _joined_leaf([other[key] for other in others], sizes, weights)
+        key: _joined_leaf([other[key] for other in others], sizes, weights, name or str(key), differing)
         for key, _ in inside
         if all(key in other for other in others)
     }
     return with_children(first, {key: value for key, value in new.items() if value is not others[0][key]})
+
+
+def _have_rows(values: Sequence[Any], sizes: Sequence[int | None]) -> bool:
+    """Return whether each value is a tensor, or a list of other values, with an item for each sample."""
+    tensors = isinstance(values[0], Tensor)
+    if not tensors and (type(values[0]) is not list or any(isinstance(item, Tensor) for item in values[0])):
+        return False
+    if tensors and not all(value.dim() for value in values):
+        return False
+    return all(len(value) == size for value, size in zip(values, sizes, strict=True))
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Return whether two values are equal; an object that can't be compared is equal to any."""
+    if isinstance(value, Tensor):
+        return torch.equal(value, other)
+    return not isinstance(value, _PLAIN) or bool(value == other) or value != value

@@ -102,6 +102,22 @@ def test_results_of_microbatches_are_concatenated_to_the_result_of_the_batch():
     assert whole["count"] == 7
 
 
+def test_numbers_and_lists_of_microbatches_become_those_of_the_batch():
+    outputs = [{"n": n, "texts": ["a"] * n, "mean": float(n), "logits": [torch.ones(n)]} for n in (2, 1)]
+    whole = joined(outputs, [2, 1], [2 / 3, 1 / 3])
+    assert whole["n"] == 3
+    assert whole["texts"] == ["a"] * 3
+    assert whole["mean"] == pytest.approx(5 / 3)
+    assert [len(logits) for logits in whole["logits"]] == [3]
+
+
+@pytest.mark.parametrize("values", [(5, 6), (torch.tensor(5), torch.tensor(6)), ("a", "b"), (5, None)])
+def test_values_that_differ_between_microbatches_are_a_warning(values):
+    with pytest.warns(UserWarning, match=r"returns count with other values for each microbatch .* an item for each"):
+        whole = joined([{"count": value} for value in values], [2, 1], [2 / 3, 1 / 3])
+    assert whole["count"] == values[0]
+
+
 def test_microbatches_without_a_loss_are_omitted():
     assert joined([None, torch.tensor(5.0, requires_grad=True)], [2, 1], [2 / 3, 1 / 3]) == 5
     assert not joined([torch.tensor(5.0, requires_grad=True)], [2], [1.0]).requires_grad
