@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import fabricx as fx
-from fabricx.strategies import DDP, FSDP, LocalSGD, ParameterServer, Reproducible
+from fabricx.strategies import DDP, FSDP, LocalSGD, Mesh, ParameterServer, Reproducible
 from fabricx.testing import QUIET
 from tests.cases import check_each
 
@@ -102,6 +102,41 @@ def test_strategies_with_parameters_fixed_at_set_up_refuse_parameters_unfrozen_l
     for strategy in (LocalSGD(every=1), Reproducible()):
         with pytest.raises(Exception, match=r"late\.weight was frozen at set-up and is trained now"):
             train(strategy, 2, tmp_path, frozen=True)
+
+
+class Tied(fx.Module):
+    """The first and the last of the layers share a weight, which each second batch does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+        self.last.weight = self.first.weight
+        self.double()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        weight = self.first.weight.detach() if batch_idx % 2 else self.first.weight
+        hidden = nn.functional.linear(batch, weight, self.first.bias)
+        for block in self.blocks:
+            hidden = hidden + block(hidden).tanh()
+        weight = self.last.weight.detach() if batch_idx % 2 else self.last.weight
+        return nn.functional.linear(hidden, weight, self.last.bias).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+def test_a_weight_of_several_stages_without_a_gradient_is_not_decayed(tmp_path: Path) -> None:
+    def trained(strategy: Any, devices: int) -> Tensor:
+        module = Tied()
+        trainer = fx.Trainer(devices=devices, strategy=strategy, max_epochs=1, default_root_dir=tmp_path, **QUIET)
+        data: Any = torch.randn(16, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        trainer.fit(module, DataLoader(data, 4))
+        return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+    staged = trained(Mesh(pipeline=2, microbatches=2), 2)
+    torch.testing.assert_close(staged, trained("single", 1), rtol=1e-10, atol=1e-12)
 
 
 class Routed(Experts):

@@ -116,7 +116,7 @@ class IslandSteps(GradientSums, AddsAxes, KeepsLocalState):
         self.data_strategy.backward(torch.zeros(()), reduce)  # notes the parameters with a gradient of any replica
         if self._replicated and all(p.grad is None for p in self.module.parameters()):  # no replica has a sample
             self.data_strategy.backward_without_data()
-        if self.reduce_shared is not None:  # last, since it gives shared parameters a gradient on all stages
+        if self.reduce_shared is not None:  # last, since it gives shared parameters a gradient on other stages
             self.reduce_shared()
 
     def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:

@@ -417,26 +417,29 @@ class Pipeline:
         self.transfers.finish()
 
     def _sum(self, name: str, parameter: Tensor, stages: Sequence[int], number: int) -> None:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        gradient: Any = parameter.grad
+        gradient: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if gradient.layout is not torch.strided:
             raise ValueError(
                 f"{name} is used by stages {stages} and has a sparse gradient: set sparse=False in its layer"
             )
         local = gradient.to_local() if is_dtensor(gradient) else gradient
+        # The last element counts the stages with a gradient: without any, the optimizer skips the parameter.
+        total = torch.cat([local.reshape(-1), local.new_full((1,), parameter.grad is not None)])
         first, *others = stages
         event, tag = f"sum of the gradients of {name} over stages {', '.join(map(str, stages))}", _SHARED + number
         if self.world.rank != first:
-            self.transfers.begin_send(local.clone(), first, "backward", tag, event)
-            room = torch.empty_like(local, memory_format=torch.contiguous_format)
-            local.copy_(self.transfers.complete(self.transfers.expect(room, first, "forward", tag, event)))
-            return
-        for other in others:
-            room = torch.empty_like(local, memory_format=torch.contiguous_format)
-            local.add_(self.transfers.complete(self.transfers.expect(room, other, "backward", tag, event)))
-        for other in others:
-            self.transfers.begin_send(local.clone(), other, "forward", tag, event)
+            self.transfers.begin_send(total, first, "backward", tag, event)
+            room = torch.empty_like(total)
+            total = self.transfers.complete(self.transfers.expect(room, first, "forward", tag, event))
+        else:
+            for other in others:
+                room = torch.empty_like(total)
+                total.add_(self.transfers.complete(self.transfers.expect(room, other, "backward", tag, event)))
+            for other in others:
+                self.transfers.begin_send(total, other, "forward", tag, event)
+        if total[-1]:
+            local.copy_(total[:-1].view_as(local))
+            parameter.grad = gradient
 
     def undo(self, values: Mapping[str, Tensor] | None = None) -> None:
         """Make the module whole again; it must not be used by the pipeline afterwards.
