@@ -147,6 +147,8 @@ class GPT(fx.Module):
             options = {"rotary": (angles.cos(), angles.sin())}
         if self.kind == "rotary":
             options["mask"] = torch.ones(count, count, dtype=torch.bool).tril()[None, None] & (ids >= 0)[:, None, None]
+        if self.kind == "heads":
+            options["mask"] = torch.ones(count, count, dtype=torch.bool).tril().expand(HEADS, count, count)
         if self.kind == "torch":
             options |= {"mask": torch.ones(count, count, dtype=torch.bool).tril(), "padding": ids < 0}
         for block in self.blocks:
@@ -252,7 +254,7 @@ KINDS = ["", "grouped", "table", "torch", "checkpointed", "experts", "scaled"]
 def test_context_parallelism_trains_the_weights_of_a_single_process() -> None:
     modules: list[dict[str, Any]] = [
         {"kind": "rotary", "length": 13}, *({"kind": kind, "length": LENGTH - (kind == "torch")} for kind in KINDS),
-        {"dropout": 0.3, "length": 14},
+        {"dropout": 0.3, "length": 14}, {"kind": "heads", "length": HEADS},
     ]  # fmt: skip
     epochs, beside = (4, 3) if SOAK else (1, 1)  # 20 or 3 steps; number of modules on the larger meshes
     options: dict[bool, dict[str, Any]] = {

@@ -199,13 +199,14 @@ class ContextParallel:
         )
 
     def _learn(self, number: int, values: Any) -> None:
-        """Record which dim of each tensor has the length of the sequence: the first, as masks have keys in the last."""
+        """Record which dim of each tensor has the length of the sequence; masks have the keys in the last of several."""
         stream = True  # the first tensor is the residual stream
         for path, leaf in leaves(values):
             if not isinstance(leaf, Tensor) or self._length not in leaf.shape:
                 continue
             dims = [dim for dim, size in enumerate(leaf.shape) if size == self._length]
-            self._dims[number, path] = self._dim if stream and self._dim in dims else dims[0]
+            # Of three, the first is equal by chance, such as the number of heads.
+            self._dims[number, path] = self._dim if stream and self._dim in dims else dims[max(0, len(dims) - 2)]
             stream = stream and not leaf.is_floating_point()
 
     def _part(self, number: int, path: tuple[Any, ...], leaf: Any) -> Any:
