@@ -199,7 +199,7 @@ class ContextParallel:
         )
 
     def _learn(self, number: int, values: Any) -> None:
-        """Record which dim of each tensor has the length of the sequence; masks have the keys in the last of several."""
+        """Record which dim of each tensor has the length of the sequence; the last of several are the keys of masks."""
         stream = True  # the first tensor is the residual stream
         for path, leaf in leaves(values):
             if not isinstance(leaf, Tensor) or self._length not in leaf.shape:
