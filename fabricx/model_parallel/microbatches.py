@@ -116,10 +116,10 @@ def shares(parts: Sequence[Any], weight: Callable[[Any], float] | None = None) -
 def joined(outputs: Sequence[Any], rows: Sequence[int | None], shares: Sequence[float]) -> Any:
     """Join the results of a step for the microbatches of a batch.
 
-    Tensors and lists with the rows of their microbatch are concatenated, and its number of samples is added up. Other
-    floating-point values are averaged by the parts of the microbatches in the batch, so that the loss is that of the
-    batch; the loss of a microbatch of weight 0 may be NaN. Other values are from the first microbatch, with a warning
-    if they differ.
+    Tensors and lists with the rows of their microbatch are concatenated. Other floating-point values are averaged by
+    the parts of the microbatches in the batch, so that the loss is that of the batch; the loss of a microbatch of
+    weight 0 may be NaN. Numbers of samples of microbatches that differ in size are added up. Other values are from the
+    first microbatch, with a warning if they differ, or are the size of each microbatch, which may be a constant.
 
     Args:
         outputs: outputs by microbatch; None for a microbatch without a loss.
@@ -144,8 +144,8 @@ def joined(outputs: Sequence[Any], rows: Sequence[int | None], shares: Sequence[
     whole = _joined_leaf([outputs[number] for number in numbers], sizes, weights, "", differing)
     if differing:
         warnings.warn(
-            f"training_step returns {', '.join(differing)} with other values for each microbatch of a pipeline, so "
-            "hooks receive the first of them: return a tensor or a list with an item for each sample, a mean as a "
+            f"training_step returns {', '.join(differing)}, which seems to be of each microbatch of a pipeline: hooks "
+            "receive the value of the first. Return a tensor or a list with an item for each sample, a mean as a "
             "floating-point number, or set microbatches=1",
             PossibleUserWarning,
             stacklevel=2,
@@ -171,8 +171,11 @@ def _joined_leaf(
     if isinstance(first, float) or (isinstance(first, Tensor) and first.is_floating_point()):
         if not isinstance(first, Tensor) or all(value.shape == first.shape for value in values):
             return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
-    elif isinstance(first, int) and values == list(sizes):
-        return sum(values)
+    elif type(first) is int and values == list(sizes):
+        if len(set(sizes)) > 1:
+            return sum(values)
+        differing.append(name)
+        return first
     inside = None if isinstance(first, Tensor) else children(first)
     if inside is None:
         if not all(map(functools.partial(_same, first), values)):

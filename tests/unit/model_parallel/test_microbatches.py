@@ -111,10 +111,10 @@ def test_numbers_and_lists_of_microbatches_become_those_of_the_batch():
     assert [len(logits) for logits in whole["logits"]] == [3]
 
 
-@pytest.mark.parametrize("values", [(5, 6), (torch.tensor(5), torch.tensor(6)), ("a", "b"), (5, None)])
-def test_values_that_differ_between_microbatches_are_a_warning(values):
-    with pytest.warns(UserWarning, match=r"returns count with other values for each microbatch .* an item for each"):
-        whole = joined([{"count": value} for value in values], [2, 1], [2 / 3, 1 / 3])
+@pytest.mark.parametrize("values", [(5, 6), (torch.tensor(5), torch.tensor(6)), ("a", "b"), (5, None), (2, 2)])
+def test_values_of_microbatches_that_can_not_be_joined_are_a_warning(values):
+    with pytest.warns(UserWarning, match=r"returns count, which seems to be of each microbatch .* an item for each"):
+        whole = joined([{"count": value} for value in values], [2, 2], [0.5, 0.5])
     assert whole["count"] == values[0]
 
 
